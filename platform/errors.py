@@ -1,0 +1,136 @@
+"""Errors of `vla_platform`.
+
+CodedError (vla_storage.errors)
+└── PlatformError
+    ├── SpecError                 client, admission: the spec is wrong; names the field (user)
+    ├── NotFoundError             client: unknown id, or another tenant's id: same answer (user)
+    ├── ConflictError             client: same idempotency key, other payload (user)
+    ├── QuotaError                client: a limit of the tenant is reached; retry later (user)
+    ├── TenantError               operator: tenant name refused, exists, or is unknown (user)
+    ├── DatasetError              loader: names the file, episode and frame (user)
+    ├── DataError                 worker: NaN or malformed training data, with its place (user)
+    ├── ModuleLoadError           worker: base model or action module does not fit (user)
+    ├── WorkloadFailedError       client: the run ended in `failed`; carries the reason
+    ├── WorkloadCancelledError    client: the run ended in `cancelled` (user)
+    ├── ResultTimeoutError        client: not finished in time; the run goes on; retry helps
+    ├── UnavailableError          client: broker or store does not answer; retry helps
+    ├── ConfigurationError        start-up: settings or services break a rule; says which
+    └── LedgerError
+        ├── IllegalTransitionError  control: a state change that the table does not allow
+        └── LeaseLostError          worker: the fence has moved on; drop the work, write nothing
+"""
+
+from __future__ import annotations
+
+from vla_storage.errors import CodedError, Fault
+
+__all__ = [
+    "ConfigurationError",
+    "ConflictError",
+    "DataError",
+    "DatasetError",
+    "Fault",
+    "IllegalTransitionError",
+    "LeaseLostError",
+    "LedgerError",
+    "ModuleLoadError",
+    "NotFoundError",
+    "PlatformError",
+    "QuotaError",
+    "ResultTimeoutError",
+    "SpecError",
+    "TenantError",
+    "UnavailableError",
+    "WorkloadCancelledError",
+    "WorkloadFailedError",
+]
+
+
+class PlatformError(CodedError):
+    """Base of everything `vla_platform` raises."""
+
+    code = "platform"
+
+
+class SpecError(PlatformError):
+    """`details["problems"]` lists `{"field", "value", "problem", "hint"}`."""
+
+    code = "spec_invalid"
+    fault = Fault.USER
+
+
+class NotFoundError(PlatformError):
+    code = "not_found"
+    fault = Fault.USER
+
+
+class ConflictError(PlatformError):
+    code = "conflict"
+    fault = Fault.USER
+
+
+class QuotaError(PlatformError):
+    code = "quota"
+    fault = Fault.USER
+    retryable = True
+
+
+class TenantError(PlatformError):
+    code = "tenant"
+    fault = Fault.USER
+
+
+class DatasetError(PlatformError):
+    """`details` name `path` and, where known, `episode`, `frame`, `feature`."""
+
+    code = "dataset"
+    fault = Fault.USER
+
+
+class DataError(PlatformError):
+    """`details` name `episode`, `frame` and `column`."""
+
+    code = "data"
+    fault = Fault.USER
+
+
+class ModuleLoadError(PlatformError):
+    code = "module_load"
+    fault = Fault.USER
+
+
+class WorkloadFailedError(PlatformError):
+    """`details["reason"]` is the wire form of the error that ended the run."""
+
+    code = "workload_failed"
+
+
+class WorkloadCancelledError(PlatformError):
+    code = "workload_cancelled"
+    fault = Fault.USER
+
+
+class ResultTimeoutError(PlatformError):
+    code = "result_timeout"
+    retryable = True
+
+
+class UnavailableError(PlatformError):
+    code = "unavailable"
+    retryable = True
+
+
+class ConfigurationError(PlatformError):
+    code = "configuration"
+
+
+class LedgerError(PlatformError):
+    code = "ledger"
+
+
+class IllegalTransitionError(LedgerError):
+    code = "illegal_transition"
+
+
+class LeaseLostError(LedgerError):
+    code = "lease_lost"
