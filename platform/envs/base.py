@@ -1,0 +1,114 @@
+"""The session contract: what a tenant drives with reset, step and close.
+
+Gymnasium's split of the two ends is kept: `terminated` is part of the task, `truncated` is the time
+limit and never counts as termination.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from vla_platform.errors import DataError
+
+
+@dataclass(frozen=True)
+class EnvironmentInfo:
+    """What a policy must know before the first reset."""
+
+    cameras: Mapping[str, tuple[int, int]]  # name to (height, width), in order
+    state_names: tuple[str, ...]  # one per state dimension (S)
+    action_names: tuple[str, ...]  # one per action dimension (A)
+    action_low: npt.NDArray[np.float32]  # Shape: (A,)
+    action_high: npt.NDArray[np.float32]  # Shape: (A,)
+    fps: float  # control steps per second
+    max_steps: int  # steps until truncation
+    robot_type: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    images: Mapping[str, npt.NDArray[np.uint8]]  # camera to (height, width, 3)
+    state: npt.NDArray[np.float32]  # Shape: (S,)
+    task: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """The outcome of one action."""
+
+    observation: Observation
+    reward: float
+    terminated: bool
+    truncated: bool
+    action: npt.NDArray[np.float32]  # as executed, after clipping. Shape: (A,)
+    info: Mapping[str, bool | int | float] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class Environment(ABC):
+    """One environment instance. Not thread-safe; one thread per session."""
+
+    @property
+    @abstractmethod
+    def info(self) -> EnvironmentInfo: ...
+
+    @abstractmethod
+    def reset(self, seed: int) -> Observation:
+        """Start an episode; equal seeds start equal episodes."""
+
+    @abstractmethod
+    def step(self, action: npt.NDArray[np.float32]) -> Step:
+        """Execute one action. Shape: (A,).
+
+        Raises `DataError` where the action is refused (shape, dtype, not finite): the environment
+        is then not stepped.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; calling it twice is fine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def check_action(
+    action: npt.NDArray[np.float32], info: EnvironmentInfo, *, frame: int
+) -> tuple[npt.NDArray[np.float32], bool]:
+    """The action to execute, and whether the bounds changed it.
+
+    Only a float32 array of shape (A,) is taken (B38). Raises `DataError` for anything else and
+    for numbers that are not finite (B36). Values outside the bounds are clipped (B37).
+    """
+    expected = info.action_low.shape
+    if not isinstance(action, np.ndarray) or action.dtype != np.float32:
+        given = getattr(action, "dtype", type(action).__name__)
+        raise DataError(f"an action is a float32 array, not {given}", frame=frame, column="action")
+    if action.shape != expected:
+        raise DataError(
+            f"the action has shape {action.shape}, the environment takes {expected}",
+            frame=frame,
+            column="action",
+        )
+    if not np.isfinite(action).all():
+        raise DataError("the action is not finite", frame=frame, column="action")
+    executed = np.clip(action, info.action_low, info.action_high)
+    return executed, bool((executed != action).any())
