@@ -3,17 +3,19 @@
 CodedError
 └── StorageError
     ├── ObjectNotFoundError         caller: the object is not there (user fault)
-    ├── ObjectExistsError           caller: a conditional create lost the race; stop, do not overwrite
+    ├── ObjectExistsError           caller: a conditional create lost the race; do not overwrite
     ├── ObjectChangedError          caller: a compare-and-swap lost the race; read again and retry
     ├── StorageAccessError          caller: the credentials do not reach this key (user fault)
     ├── StorageUnavailableError     caller: the store does not answer; retry helps
     ├── StoreUnfitError             start-up: the store breaks a rule the platform needs
     ├── InvalidKeyError             caller: an id or key outside the allowed alphabet (user fault)
+    ├── TensorFormatError           reader, writer: not strictly valid safetensors; says why
     ├── CheckpointError
     │   ├── CheckpointNotFoundError loader: no such checkpoint for this tenant (user fault)
     │   ├── ManifestInvalidError    loader, audit: malformed, foreign, unsigned or wrongly signed
     │   └── CheckpointCorruptError  loader, audit: an object is missing, altered or not finite
     └── PayloadError
+        ├── PayloadExistsError      producer: a column was written with other content; stop
         ├── PayloadNotFoundError    consumer: the partition or column is gone; produce it again
         └── PayloadCorruptError     consumer: bytes do not match their digest; produce it again
 """
@@ -109,6 +111,12 @@ class InvalidKeyError(StorageError):
     fault = Fault.USER
 
 
+class TensorFormatError(StorageError):
+    """`details["reason"]` is one of the stable reasons listed in `vla_storage.tensors.decode`."""
+
+    code = "tensors_invalid"
+
+
 class CheckpointError(StorageError):
     code = "checkpoint"
 
@@ -130,6 +138,10 @@ class CheckpointCorruptError(CheckpointError):
 
 class PayloadError(StorageError):
     code = "payload"
+
+
+class PayloadExistsError(PayloadError):
+    code = "payload_exists"
 
 
 class PayloadNotFoundError(PayloadError):

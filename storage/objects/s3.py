@@ -1,0 +1,176 @@
+"""An object store on S3 or anything that speaks it with conditional writes, through boto3.
+
+Bodies go out in one PUT with a Content-MD5, so an object is either absent or whole. The newer
+default checksums (CRC32 trailers) and the payload signature are off: both copy and hash the body
+again, and on stores that do not know trailers they alter it (boto/boto3#4398, #4435).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from vla_storage.errors import (
+    CheckpointCorruptError,
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageAccessError,
+    StorageError,
+    StorageUnavailableError,
+)
+from vla_storage.names import check_key
+from vla_storage.objects.base import Body, ObjectInfo, ObjectStore
+
+_NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
+_CONDITION = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
+_BUSY = {"SlowDown", "RequestTimeout", "ServiceUnavailable", "InternalError"}
+_CHUNK = 1 << 20
+
+
+def s3_client(
+    service: str,
+    *,
+    endpoint: str | None,
+    access_key: str | None,
+    secret_key: str | None,
+    region: str = "us-east-1",
+    attempts: int = 4,
+) -> Any:
+    """A boto3 client with bounded waits: 5 s to connect, 60 s between bytes."""
+    return boto3.client(
+        service,  # type: ignore[call-overload]
+        endpoint_url=endpoint,
+        aws_access_key_id=access_key,
+        aws_secret_access_key=secret_key,
+        region_name=region,
+        config=Config(
+            connect_timeout=5,
+            read_timeout=60,
+            retries={"mode": "standard", "total_max_attempts": attempts},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            s3={"payload_signing_enabled": False, "addressing_style": "path"},
+            signature_version="s3v4" if service == "s3" else None,
+            max_pool_connections=16,
+        ),
+    )
+
+
+class S3ObjectStore(ObjectStore):
+    """One bucket with one set of credentials; `None` means boto3's own search for them."""
+
+    def __init__(
+        self,
+        bucket: str,
+        *,
+        endpoint: str | None = None,
+        access_key: str | None = None,
+        secret_key: str | None = None,
+        region: str = "us-east-1",
+        attempts: int = 4,
+    ) -> None:
+        self.bucket = bucket
+        self._client = s3_client(
+            "s3",
+            endpoint=endpoint,
+            access_key=access_key,
+            secret_key=secret_key,
+            region=region,
+            attempts=attempts,
+        )
+
+    def put(
+        self, key: str, data: Body, *, if_absent: bool = False, if_match: str | None = None
+    ) -> str:
+        check_key(key)
+        condition: dict[str, str] = {}
+        if if_absent:
+            condition["IfNoneMatch"] = "*"
+        if if_match is not None:
+            condition["IfMatch"] = if_match
+        with contextlib.ExitStack() as stack, _translated(key, if_match is not None):
+            body: Any = data if isinstance(data, bytes) else stack.enter_context(data.open("rb"))
+            reply = self._client.put_object(
+                Bucket=self.bucket, Key=key, Body=body, ContentMD5=_md5(data), **condition
+            )
+        return str(reply["ETag"])
+
+    def get_with_etag(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, str]:
+        with _translated(key):
+            reply = self._client.get_object(Bucket=self.bucket, Key=key)
+            with contextlib.closing(reply["Body"]) as body:
+                if max_bytes is not None and reply["ContentLength"] > max_bytes:
+                    raise CheckpointCorruptError(f"{key} is larger than {max_bytes} bytes", key=key)
+                return body.read(), str(reply["ETag"])
+
+    def head(self, key: str) -> ObjectInfo:
+        with _translated(key):
+            reply = self._client.head_object(Bucket=self.bucket, Key=key)
+        return ObjectInfo(
+            key=key,
+            size=reply["ContentLength"],
+            etag=str(reply["ETag"]),
+            modified=reply["LastModified"].timestamp(),
+        )
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        with _translated(prefix):
+            pages = self._client.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self.bucket, Prefix=prefix):
+                for item in page.get("Contents", []):
+                    yield ObjectInfo(
+                        key=item["Key"],
+                        size=item["Size"],
+                        etag=item["ETag"],
+                        modified=item["LastModified"].timestamp(),
+                    )
+
+    def delete(self, key: str) -> None:
+        with _translated(key):
+            self._client.delete_object(Bucket=self.bucket, Key=check_key(key))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _md5(data: Body) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    if isinstance(data, Path):
+        with data.open("rb") as source:
+            while chunk := source.read(_CHUNK):
+                digest.update(chunk)
+    else:
+        digest.update(data)
+    return base64.b64encode(digest.digest()).decode()
+
+
+@contextlib.contextmanager
+def _translated(key: str, compared: bool = False) -> Iterator[None]:
+    """boto3's errors as ours; `compared`: the request carried `If-Match`."""
+    try:
+        yield
+    except ClientError as error:
+        code = str(error.response["Error"]["Code"])
+        status = error.response["ResponseMetadata"].get("HTTPStatusCode", 0)
+        if code in _CONDITION or (compared and code in _NOT_FOUND):
+            if compared:
+                raise ObjectChangedError(f"{key} has changed", key=key) from error
+            raise ObjectExistsError(f"{key} exists already", key=key) from error
+        if code in _NOT_FOUND:
+            raise ObjectNotFoundError(f"no object {key}", key=key) from error
+        if status == 403:
+            raise StorageAccessError(f"no access to {key}: {code}", key=key) from error
+        if status >= 500 or code in _BUSY:
+            raise StorageUnavailableError(f"{key}: the store says {code}", key=key) from error
+        raise StorageError(f"{key}: {code}", key=key) from error
+    except BotoCoreError as error:
+        raise StorageUnavailableError(f"{key}: {error}", key=key) from error
