@@ -110,7 +110,7 @@ ActionModuleSpec = Annotated[OFTModule | FlowMatchingModule, Field(discriminator
 
 
 class DatasetSpec(Spec):
-    """A LeRobot v2.1 or v3.0 dataset, in a folder the operator allows or in the tenant's storage."""
+    """A LeRobot v2.1 or v3.0 dataset in an allowed folder or in the tenant's own storage."""
 
     path: str = Field(
         min_length=1,

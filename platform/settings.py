@@ -1,0 +1,70 @@
+"""Settings of the platform's processes, read once from the environment and then frozen.
+
+Every variable is `VLA_<FIELD>`. `vla up` sets them for the processes it starts; on a cluster the
+deployment does. Nothing else in the package reads `os.environ`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vla_platform.errors import ConfigurationError
+
+
+class Settings(BaseModel):
+    """What a platform process (worker, beat, Flower, collector, operator's command line) needs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    redis_url: str = Field(description="control Redis: broker and ledger")
+    payload_url: str = Field(description="payload Redis: samples; never the control Redis")
+    s3_endpoint: str | None = Field(None, description="None: the AWS default")
+    s3_access_key: str | None = None
+    s3_secret_key: str | None = None
+    s3_bucket: str = "vla"
+    s3_region: str = "us-east-1"
+    signing_key_file: Path = Field(description="the platform's HMAC key for manifests")
+    var: Path = Path("var")
+    dataset_roots: str = Field("", description="folders, separated by ':', that specs may name")
+    base_models: str = Field(
+        "tiny", description="what a GPU worker serves: `name` or `name=hub-id-or-path`, by comma"
+    )
+    device: str = Field("auto", description="auto | cpu | cuda")
+    mixed_precision: str = Field("no", pattern="^(no|fp16|bf16)$")
+    feature_cache_bytes: int = Field(512 << 20, ge=0, description="0 switches the cache off")
+    max_group: int = Field(8, ge=1, description="training jobs that may share one backbone forward")
+    lease_s: float = Field(10.0, gt=0.5, description="how long a silent worker keeps its work")
+    slice_s: float = Field(5.0, gt=0.0, description="longest run of one draining task")
+    reconcile_s: float = Field(2.0, gt=0.0)
+    max_running_per_tenant: int = Field(4, ge=1)
+    max_pending_per_tenant: int = Field(1000, ge=1)
+    failpoint: str = Field("", description="tests only: name:action:nth")
+
+    def roots(self) -> tuple[Path, ...]:
+        return tuple(Path(part).resolve() for part in self.dataset_roots.split(":") if part)
+
+    def served_models(self) -> dict[str, str]:
+        """Base model name to hub id, local path or built-in name."""
+        pairs = (part.partition("=") for part in self.base_models.split(",") if part)
+        return {name: source or name for name, _, source in pairs}
+
+
+@functools.cache
+def load_settings() -> Settings:
+    """Read the environment. Raises `ConfigurationError` naming each missing or wrong variable."""
+    values = {
+        name: os.environ[variable]
+        for name in Settings.model_fields
+        if (variable := f"VLA_{name.upper()}") in os.environ
+    }
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"VLA_{str(item['loc'][0]).upper()}: {item['msg']}" for item in error.errors()
+        )
+        raise ConfigurationError(f"{problems}. `vla up` sets these for a local stack.") from error
