@@ -5,6 +5,7 @@ CodedError
     ├── ObjectNotFoundError         caller: the object is not there (user fault)
     ├── ObjectExistsError           caller: a conditional create lost the race; do not overwrite
     ├── ObjectChangedError          caller: a compare-and-swap lost the race; read again and retry
+    ├── ObjectTooLargeError         caller: over the size it allows; nothing was read
     ├── StorageAccessError          caller: the credentials do not reach this key (user fault)
     ├── StorageUnavailableError     caller: the store does not answer; retry helps
     ├── StoreUnfitError             start-up: the store breaks a rule the platform needs
@@ -90,6 +91,10 @@ class ObjectExistsError(StorageError):
 class ObjectChangedError(StorageError):
     code = "object_changed"
     retryable = True
+
+
+class ObjectTooLargeError(StorageError):
+    code = "object_too_large"
 
 
 class StorageAccessError(StorageError):

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import boto3  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import redis  # noqa: E402
 
@@ -42,6 +43,8 @@ from vla_platform.stack.servers import (  # noqa: E402
     server_environment,
     weed_server,
 )
+from vla_storage.checkpoints import Checkpoint, CheckpointHeader  # noqa: E402
+from vla_storage.manifests import Lineage  # noqa: E402
 
 START_S = 30.0
 
@@ -163,3 +166,30 @@ def single_threaded() -> dict[str, str]:
 def repository() -> Path:
     """The checkout's root folder."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def make_checkpoint() -> Callable[..., Checkpoint]:
+    """A small checkpoint whose values follow from its step (or from `value`)."""
+
+    def make(
+        step: int, *, workload: str = "w1", policy: str = "reach", value: float | None = None
+    ) -> Checkpoint:
+        weight = float(step) if value is None else value
+        return Checkpoint(
+            header=CheckpointHeader(
+                policy=policy,
+                workload_id=workload,
+                step=step,
+                policy_version=step,
+                position=8 * step,
+                lineage=Lineage(
+                    spec_digest="s", dataset_digest="d", base_digest="b", schema_signature="g"
+                ),
+            ),
+            module={"w": np.full((4, 3), weight, np.float32), "b": np.zeros((), np.float64)},
+            optimizer={"w.exp_avg": np.full((4, 3), weight / 2, np.float32)},
+            state={"step": step, "lr": 1e-4, "rng": [1, 2, 3]},
+        )
+
+    return make

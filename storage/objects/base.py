@@ -44,7 +44,7 @@ class ObjectStore(ABC):
     @abstractmethod
     def get_with_etag(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, str]:
         """Content and etag of one version. Raises `ObjectNotFoundError`, and
-        `CheckpointCorruptError` before it allocates when the object is over `max_bytes`."""
+        `ObjectTooLargeError` before it allocates when the object is over `max_bytes`."""
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 
 from vla_storage.errors import (
-    CheckpointCorruptError,
     ObjectChangedError,
     ObjectExistsError,
     ObjectNotFoundError,
+    ObjectTooLargeError,
 )
 from vla_storage.names import check_key
 from vla_storage.objects.base import Body, ObjectInfo, ObjectStore
@@ -40,7 +40,7 @@ class MemoryObjectStore(ObjectStore):
     def get_with_etag(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, str]:
         content, etag, _ = self._find(key)
         if max_bytes is not None and len(content) > max_bytes:
-            raise CheckpointCorruptError(f"{key} is larger than {max_bytes} bytes", key=key)
+            raise ObjectTooLargeError(f"{key} is larger than {max_bytes} bytes", key=key)
         return content, etag
 
     def head(self, key: str) -> ObjectInfo:

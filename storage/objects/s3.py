@@ -19,10 +19,10 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from vla_storage.errors import (
-    CheckpointCorruptError,
     ObjectChangedError,
     ObjectExistsError,
     ObjectNotFoundError,
+    ObjectTooLargeError,
     StorageAccessError,
     StorageError,
     StorageUnavailableError,
@@ -109,7 +109,7 @@ class S3ObjectStore(ObjectStore):
             reply = self._client.get_object(Bucket=self.bucket, Key=key)
             with contextlib.closing(reply["Body"]) as body:
                 if max_bytes is not None and reply["ContentLength"] > max_bytes:
-                    raise CheckpointCorruptError(f"{key} is larger than {max_bytes} bytes", key=key)
+                    raise ObjectTooLargeError(f"{key} is larger than {max_bytes} bytes", key=key)
                 return body.read(), str(reply["ETag"])
 
     def head(self, key: str) -> ObjectInfo:

@@ -10,11 +10,11 @@ import pytest
 
 from vla_platform.stack.servers import S3Address
 from vla_storage.errors import (
-    CheckpointCorruptError,
     InvalidKeyError,
     ObjectChangedError,
     ObjectExistsError,
     ObjectNotFoundError,
+    ObjectTooLargeError,
     StorageAccessError,
     StorageUnavailableError,
 )
@@ -106,7 +106,7 @@ def test_max_bytes_refuses_before_reading(objects: ObjectStore) -> None:
     objects.put("a/x", b"12345")
 
     assert objects.get("a/x", max_bytes=5) == b"12345"
-    with pytest.raises(CheckpointCorruptError):
+    with pytest.raises(ObjectTooLargeError):
         objects.get("a/x", max_bytes=4)
 
 
