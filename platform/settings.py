@@ -42,6 +42,7 @@ class Settings(BaseModel):
     reconcile_s: float = Field(2.0, gt=0.0)
     max_running_per_tenant: int = Field(4, ge=1)
     max_pending_per_tenant: int = Field(1000, ge=1)
+    role: str = Field("", description="control | sft | gpu | beat | flower | metrics")
     failpoint: str = Field("", description="tests only: name:action:nth")
 
     def roots(self) -> tuple[Path, ...]:

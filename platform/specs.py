@@ -386,6 +386,12 @@ _OTHER_NAMES = {
 """Names that users of StarVLA and LeRobot type, and ours."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'?` for the nearest of the known names, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
 def known_fields() -> set[str]:
     """Every field name of every spec class, for nearest-name hints."""
     names: set[str] = set()

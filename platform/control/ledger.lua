@@ -108,7 +108,7 @@ local function submit(_, args)
   local at = now_ms()
   for k, v in pairs(fields) do redis.call('HSET', key, k, tostring(v)) end
   redis.call('HSET', key, 'id', id, 'created', at, 'position', 0, 'step', 0, 'next_position', 0,
-    'incarnation', 0, 'durable_position', 0, 'prepared', 0)
+    'incarnation', 0, 'durable_position', 0, 'durable_step', 0, 'prepared', 0)
   redis.call('ZADD', 'vla:t:' .. fields.tenant .. ':workloads', at, id)
   record(id, fields, 'pending', '')
   return 1
@@ -282,16 +282,8 @@ local function heartbeat(_, args)
   return cjson.encode(gone)
 end
 
--- rewind(workload, slot_fence, position, step): the slot was restored at `position`. What came after
--- died with its worker: outstanding jobs end, later steps leave the log, positions are redone.
-local function rewind(_, args)
-  local id, position, step = args[1], tonumber(args[3]), tonumber(args[4])
+local function go_back(id, w, position, step)
   local key = 'vla:w:' .. id
-  local w = hash(key)
-  if w.state ~= 'running' then return refuse('LEASE_LOST', id) end
-  local fence = redis.call('HGET', 'vla:policy:' .. w.policy_key, 'slot_fence')
-  if fence ~= args[2] then return refuse('LEASE_LOST', id) end
-  if tonumber(w.position) == position then return 0 end
   end_jobs(id, 'cancelled', 'rewound')
   for _, done in ipairs(redis.call('HKEYS', key .. ':steps')) do
     if tonumber(done) > step then redis.call('HDEL', key .. ':steps', done) end
@@ -299,6 +291,20 @@ local function rewind(_, args)
   redis.call('HSET', key, 'position', position, 'next_position', position, 'step', step)
   redis.call('HINCRBY', key, 'incarnation', 1)
   mirror(id, w)
+end
+
+-- rewind(workload, slot_fence, position, step, force): the slot was restored at `position`. What came
+-- after died with its worker: outstanding jobs end, later steps leave the log, positions are redone.
+-- With force also where the position agrees: the samples of its jobs are lost.
+local function rewind(_, args)
+  local id, position, step = args[1], tonumber(args[3]), tonumber(args[4])
+  local key = 'vla:w:' .. id
+  local w = hash(key)
+  if w.state ~= 'running' then return refuse('LEASE_LOST', id) end
+  local fence = redis.call('HGET', 'vla:policy:' .. w.policy_key, 'slot_fence')
+  if fence ~= args[2] then return refuse('LEASE_LOST', id) end
+  if tonumber(w.position) == position and args[5] ~= '1' then return 0 end
+  go_back(id, w, position, step)
   return 1
 end
 
@@ -344,13 +350,13 @@ local function release(_, args)
   return 1
 end
 
--- checkpointed(workload, position, checkpoint): what is durable; moves forward only.
+-- checkpointed(workload, position, checkpoint, step): what is durable; moves forward only.
 local function checkpointed(_, args)
   local key = 'vla:w:' .. args[1]
   local w = hash(key)
   if not w.state then return refuse('NOT_FOUND', args[1]) end
   if tonumber(args[2]) < tonumber(w.durable_position) then return 0 end
-  redis.call('HSET', key, 'durable_position', args[2], 'checkpoint', args[3])
+  redis.call('HSET', key, 'durable_position', args[2], 'checkpoint', args[3], 'durable_step', args[4])
   mirror(args[1], w)
   return 1
 end
@@ -414,7 +420,13 @@ local function reap(_, _)
     if room and redis.call('EXISTS', 'vla:producing:' .. id) == 0 then
       due.produce[#due.produce + 1] = id
     end
-    if tonumber(w.position) >= tonumber(w.total_positions) then bases[w.base_model] = true end
+    local p = hash('vla:policy:' .. w.policy_key)
+    if tonumber(w.position) >= tonumber(w.total_positions)
+        and tonumber(w.durable_position) < tonumber(w.total_positions)
+        and (not p.slot_owner or tonumber(p.slot_expires or 0) < at) then
+      -- The worker died between the last step and its checkpoint: redo from the durable one.
+      go_back(id, w, tonumber(w.durable_position), tonumber(w.durable_step))
+    end
   end
   for base, _ in pairs(bases) do
     if redis.call('EXISTS', 'vla:draining:' .. base) == 0

@@ -158,8 +158,8 @@ class Ledger:
         """`running`, or why it waits."""
         return str(self._call("admit", workload, max_running))
 
-    def checkpointed(self, workload: str, *, position: int, checkpoint: str) -> None:
-        self._call("checkpointed", workload, position, checkpoint)
+    def checkpointed(self, workload: str, *, position: int, checkpoint: str, step: int) -> None:
+        self._call("checkpointed", workload, position, checkpoint, step)
 
     def finish(self, workload: str) -> None:
         self._call("finish", workload)
@@ -204,9 +204,45 @@ class Ledger:
         answer = json.loads(self._call("heartbeat", worker, int(lease_s * 1000), *jobs))
         return [str(job) for job in answer]
 
-    def rewind(self, job: TrainingJob, *, position: int, step: int) -> bool:
+    def rewind(
+        self, job: TrainingJob, *, position: int, step: int, samples_lost: bool = False
+    ) -> bool:
         """True: work after `position` was lost and will be redone; drop `job`."""
-        return bool(self._call("rewind", job.workload, job.slot_fence, position, step))
+        force = int(samples_lost)
+        return bool(self._call("rewind", job.workload, job.slot_fence, position, step, force))
+
+    def wait_for_ready(self, base_model: str, *, timeout_s: float) -> bool:
+        """Block until a job of the base model becomes ready; False after `timeout_s`."""
+        return self._redis.blpop([f"vla:wake:{base_model}"], timeout=timeout_s) is not None
+
+    def wait_for_room(self, workload: str, *, timeout_s: float) -> bool:
+        """Block until a job of the workload completes; False after `timeout_s`."""
+        return self._redis.blpop([f"vla:room:{workload}"], timeout=timeout_s) is not None
+
+    def producing(self, workload: str, *, for_s: float) -> None:
+        """Tell the reaper that somebody produces for this workload; 0 ends it."""
+        if for_s:
+            self._redis.set(f"vla:producing:{workload}", 1, px=int(for_s * 1000))
+        else:
+            self._redis.delete(f"vla:producing:{workload}")
+
+    def draining_ends(self, base_model: str) -> None:
+        """Nobody drains this base model any more: the next ready job sends a hint."""
+        self._redis.delete(f"vla:draining:{base_model}", f"vla:hint:training:{base_model}")
+
+    def first_ready(self, base_model: str) -> TrainingJob | None:
+        """The job at the head of the queue, for a hint to name."""
+        for job_id in self._redis.zrange(f"vla:ready:{base_model}", 0, 0):
+            raw = self._redis.hgetall(f"vla:j:{job_id}")
+            return TrainingJob.from_hash(raw) if raw else None
+        return None
+
+    def register_base_model(self, name: str, facts: dict[str, Any]) -> None:
+        """What admission needs to know of a base model: digest, image size, width."""
+        self._redis.hset("vla:bases", name, json.dumps(facts))
+
+    def base_models(self) -> dict[str, dict[str, Any]]:
+        return {name: json.loads(raw) for name, raw in self._redis.hgetall("vla:bases").items()}
 
     def complete(self, job: TrainingJob, *, step: int, result: dict[str, Any]) -> Progress:
         answer = self._call(

@@ -79,7 +79,7 @@ def test_a_run_goes_from_pending_to_succeeded(ledger: Ledger):
         step(ledger, job)
     with pytest.raises(IllegalTransitionError, match="durable"):
         ledger.finish("r")
-    ledger.checkpointed("r", position=2, checkpoint="pick/r/2")
+    ledger.checkpointed("r", position=2, checkpoint="pick/r/2", step=2)
     ledger.finish("r")
     assert ledger.workload("r")["state"] == "succeeded"
     assert list(ledger.steps("r")) == [1, 2]
@@ -228,6 +228,26 @@ def test_cancel_is_final_and_repeatable_pf07_b72(ledger: Ledger):
     assert ledger.reserve("r", lease_s=1) == "cancelled"
     with pytest.raises(NotFoundError):
         ledger.cancel("unknown")
+
+
+def test_a_death_between_last_step_and_checkpoint_is_redone(ledger: Ledger):
+    start(ledger, "r", positions=1)
+    produce(ledger, "r")
+    (job,) = lease(ledger, "w1", lease_s=EXPIRED_S)
+    step(ledger, job)
+    passed()
+    assert ledger.reap().produce == ("r",)
+    assert ledger.workload("r")["position"] == "0"
+    assert ledger.steps("r") == {}
+
+
+def test_lost_samples_are_produced_again_f36(ledger: Ledger):
+    start(ledger, "r")
+    produce(ledger, "r")
+    (job,) = lease(ledger)
+    assert not ledger.rewind(job, position=0, step=0)
+    assert ledger.rewind(job, position=0, step=0, samples_lost=True)
+    assert produce(ledger, "r").job_id == "r-0-1"
 
 
 def test_released_work_counts_no_attempt_f08(ledger: Ledger):

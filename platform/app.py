@@ -1,0 +1,85 @@
+"""The Celery application: queues, the one table of routes, and what every worker agrees on.
+
+    celery -A vla_platform.app:app worker -Q control
+
+Celery messages are hints to look at the ledger. They may be lost or come twice; the ledger decides.
+"""
+
+from __future__ import annotations
+
+from celery import Celery
+
+from vla_platform.broker import queue
+from vla_platform.settings import Settings, load_settings
+
+QUEUES = ("control", "sft", "training")
+
+TASK_ROUTES = {
+    "control.*": {"queue": "control"},
+    "sft.*": {"queue": "sft"},
+    "training.*": {"queue": "training"},
+}
+"""Ingress tasks have no route: tenants publish them on their own queues (`ingress.<tenant>`)."""
+
+TASK_MODULES = (
+    "vla_platform.tasks.control",
+    "vla_platform.tasks.ingress",
+    "vla_platform.tasks.sft",
+    "vla_platform.tasks.training",
+)
+
+
+def create_app(settings: Settings) -> Celery:
+    app = Celery("vla", include=list(TASK_MODULES))
+    delivery = {
+        "visibility_timeout": 60,
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+        "socket_timeout": 30,
+        "socket_keepalive": True,
+        "queue_order_strategy": "priority",
+    }
+    app.conf.update(
+        broker_url=settings.redis_url,
+        broker_transport="vla_platform.broker:Transport",
+        broker_transport_options=delivery,
+        broker_connection_retry_on_startup=True,
+        accept_content=["json"],
+        task_serializer="json",
+        result_serializer="json",
+        result_backend=settings.redis_url,
+        result_expires=3600,
+        task_ignore_result=True,
+        task_queues=[queue(name) for name in QUEUES],
+        task_default_queue="control",
+        task_routes=TASK_ROUTES,
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        worker_prefetch_multiplier=1,
+        worker_send_task_events=True,
+        task_send_sent_event=True,
+        worker_hijack_root_logger=True,
+        worker_redirect_stdouts=False,
+        beat_scheduler="redbeat.RedBeatScheduler",
+        beat_max_loop_interval=2,
+        redbeat_redis_url=settings.redis_url,
+        redbeat_key_prefix="vla:beat:",
+        redbeat_lock_timeout=30,
+        beat_schedule={
+            "reconcile": {"task": "control.reconcile", "schedule": settings.reconcile_s},
+        },
+        timezone="UTC",
+    )
+    return app
+
+
+app = create_app(load_settings())
+
+if load_settings().role == "gpu":
+    from vla_platform.gpu_workers.bootsteps import install
+elif load_settings().role == "control":
+    from vla_platform.control.bootsteps import install
+else:
+    from vla_platform.control.bootsteps import install_nothing as install
+
+install(app)

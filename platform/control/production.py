@@ -1,0 +1,208 @@
+"""The SFT producer: demonstrations into the payload store, one training job at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from vla_platform.control import dispatch
+from vla_platform.control.ledger import TrainingJob
+from vla_platform.control.plan import Domain, Plan
+from vla_platform.control.services import Services
+from vla_platform.control.workloads import (
+    Prepared,
+    derive_schema,
+    load_prepared,
+    load_spec,
+    open_for,
+    prepared_key,
+    split_episodes,
+)
+from vla_platform.datasets import Batch, Demonstrations, LeRobotDataset
+from vla_platform.errors import DataError, DatasetError
+from vla_platform.schema import Schema
+from vla_platform.specs import SFTSpec
+from vla_storage.errors import ObjectExistsError
+
+MOST_SOURCES = 16
+PAYLOAD_TTL_S = 3600.0
+
+
+@dataclass(kw_only=True)
+class Source:
+    """The open data of one workload in this process."""
+
+    plan: Plan
+    train: Demonstrations
+    heldout: Demonstrations | None
+    num_heldout: int
+    dataset: LeRobotDataset
+
+    def batch(self, position: int) -> tuple[Domain, Batch]:
+        place = self.plan.place(position)
+        if place.domain is Domain.HELDOUT and self.heldout is not None:
+            return place.domain, self.heldout.evenly_spaced(self.num_heldout)
+        return place.domain, self.train.batch(place.first_sample, self.plan.batch_size)
+
+    def close(self) -> None:
+        self.train.close()
+        if self.heldout is not None:
+            self.heldout.close()
+
+
+class Sources:
+    """Open sources by workload, the least recently used closed first. Thread-safe."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._open: OrderedDict[str, Source] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, tenant: str, run: str) -> Source:
+        with self._lock:
+            found = self._open.get(run)
+            if found is not None:
+                self._open.move_to_end(run)
+                return found
+        opened = self._load(tenant, run)
+        with self._lock:
+            found = self._open.setdefault(run, opened)
+            over = [
+                self._open.popitem(last=False)[1] for _ in range(len(self._open) - MOST_SOURCES)
+            ]
+        for source in over if found is opened else [*over, opened]:
+            source.close()
+        return found
+
+    def drop(self, run: str) -> None:
+        with self._lock:
+            source = self._open.pop(run, None)
+        if source is not None:
+            source.close()
+
+    def _load(self, tenant: str, run: str) -> Source:
+        spec = load_spec(self._services, tenant, run)
+        prepared = load_prepared(self._services, tenant, run)
+        dataset = open_for(self._services, tenant, spec)
+        if dataset.digest != prepared.dataset_digest:
+            raise DatasetError(
+                f"{dataset.path} has changed since the run was prepared; submit a new run",
+                path=str(dataset.path),
+            )
+        return Source(
+            plan=Plan.of(spec, num_samples=prepared.num_samples, num_heldout=prepared.num_heldout),
+            train=demonstrations(spec, dataset, prepared.schema, prepared.train_episodes),
+            heldout=demonstrations(spec, dataset, prepared.schema, prepared.heldout_episodes)
+            if prepared.num_heldout
+            else None,
+            num_heldout=prepared.num_heldout,
+            dataset=dataset,
+        )
+
+
+def demonstrations(
+    spec: SFTSpec, dataset: LeRobotDataset, schema: Schema, episodes: tuple[int, ...]
+) -> Demonstrations:
+    return Demonstrations(
+        dataset,
+        cameras=schema.cameras,
+        state_key=spec.dataset.state if schema.state_dim else None,
+        action_key=spec.dataset.action,
+        chunk=schema.chunk,
+        image_size=schema.image_size,
+        episodes=episodes,
+        seed=spec.seed,
+        on_bad_row=spec.dataset.on_bad_row,
+    )
+
+
+def prepare(services: Services, tenant: str, run: str) -> str:
+    """Open and measure the data of a pending workload, then try to admit it.
+
+    Bad data ends the workload with its place named.
+    """
+    if services.ledger.workload(run)["prepared"] != "1":
+        try:
+            prepared, plan = _measure(services, tenant, run)
+        except (DataError, DatasetError) as error:
+            return services.ledger.fail(run, error.to_dict())
+        try:
+            services.objects.put(prepared_key(tenant, run), prepared.to_json(), if_absent=True)
+        except ObjectExistsError:
+            pass  # prepared before, perhaps by a worker that died before it could say so
+        services.ledger.prepared(run, total_positions=plan.positions, total_steps=plan.steps)
+    return admit(services, tenant, run)
+
+
+def admit(services: Services, tenant: str, run: str) -> str:
+    answer = services.ledger.admit(run, max_running=services.settings.max_running_per_tenant)
+    if answer == "running":
+        dispatch.produce(tenant, run)
+    return answer
+
+
+def _measure(services: Services, tenant: str, run: str) -> tuple[Prepared, Plan]:
+    spec = load_spec(services, tenant, run)
+    dataset = open_for(services, tenant, spec)
+    schema = derive_schema(services, spec, dataset)
+    train, heldout = split_episodes(spec, dataset)
+    with demonstrations(spec, dataset, schema, tuple(train)) as source:
+        statistics, num_samples = source.statistics(), source.num_samples
+        num_skipped = source.skipped.num_samples
+    num_heldout = 0
+    if heldout and spec.dataset.heldout_samples:
+        with demonstrations(spec, dataset, schema, tuple(heldout)) as source:
+            num_heldout = min(spec.dataset.heldout_samples, source.num_samples)
+    prepared = Prepared(
+        schema=schema,
+        dataset_digest=dataset.digest,
+        train_episodes=tuple(train),
+        heldout_episodes=tuple(heldout),
+        num_samples=num_samples,
+        num_heldout=num_heldout,
+        statistics=statistics,
+        num_skipped=num_skipped,
+    )
+    return prepared, Plan.of(spec, num_samples=num_samples, num_heldout=num_heldout)
+
+
+def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
+    """Fill the workload's in-flight room for up to `slice_s`; returns how many jobs became ready."""
+    produced = 0
+    end = time.monotonic() + services.settings.slice_s
+    lease_s = services.settings.lease_s
+    try:
+        while time.monotonic() < end:
+            services.ledger.producing(run, for_s=lease_s)
+            job = services.ledger.reserve(run, lease_s=lease_s)
+            if isinstance(job, TrainingJob):
+                _produce_one(services, sources.get(tenant, run), job)
+                produced += 1
+            elif job == "in-flight limit":
+                services.ledger.wait_for_room(run, timeout_s=0.5)
+            else:
+                if job in ("succeeded", "failed", "cancelled"):
+                    sources.drop(run)
+                return produced
+        dispatch.produce(tenant, run)
+    except (DataError, DatasetError) as error:
+        services.ledger.fail(run, error.to_dict())
+        sources.drop(run)
+    finally:
+        services.ledger.producing(run, for_s=0)
+    return produced
+
+
+def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
+    domain, batch = source.batch(job.position)
+    services.payloads.clear(job.partition_id)  # what a producer left that died before `ready`
+    services.payloads.put(job.partition_id, job.tenant_id, dict(batch.columns), ttl_s=PAYLOAD_TTL_S)
+    if services.ledger.mark_ready(job, sample_count=len(batch), domain=str(domain)):
+        dispatch.train(
+            job_id=job.job_id,
+            tenant=job.tenant_id,
+            partition_id=job.partition_id,
+            base_model=job.base_model,
+        )

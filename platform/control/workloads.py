@@ -1,0 +1,185 @@
+"""Submit and cancel: what the control worker does with a tenant's request.
+
+The spec goes to S3 before the ledger hears of it, so an id that was returned can always be rebuilt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from vla_platform.control import dispatch
+from vla_platform.control.ledger import workload_id
+from vla_platform.control.services import Services
+from vla_platform.datasets import LeRobotDataset, Statistics, open_dataset
+from vla_platform.datasets.locations import locate
+from vla_platform.errors import ConflictError, NotFoundError, SpecError, UnavailableError
+from vla_platform.schema import Schema
+from vla_platform.specs import (
+    SFTSpec,
+    WorkloadSpec,
+    canonical_json,
+    nearest,
+    parse_spec_json,
+)
+from vla_storage.errors import ObjectExistsError, ObjectNotFoundError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What was found out about a workload's data before its first step; kept in S3."""
+
+    schema: Schema
+    dataset_digest: str
+    train_episodes: tuple[int, ...]
+    heldout_episodes: tuple[int, ...]
+    num_samples: int
+    num_heldout: int
+    statistics: dict[str, Statistics]
+    num_skipped: int = 0
+    version: int = 1
+
+    def to_json(self) -> bytes:
+        return canonical_json(
+            {
+                **self.__dict__,
+                "schema": self.schema.to_dict(),
+                "statistics": {key: value.to_dict() for key, value in self.statistics.items()},
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Prepared:
+        raw: dict[str, Any] = json.loads(text)
+        raw["schema"] = Schema.from_dict(raw["schema"])
+        raw["statistics"] = {
+            key: Statistics.from_dict(value, key=key, width=len(value["min"]))
+            for key, value in raw["statistics"].items()
+        }
+        for name in ("train_episodes", "heldout_episodes"):
+            raw[name] = tuple(raw[name])
+        return cls(**raw)
+
+
+def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
+    """Validate again, derive the schema, write spec and ledger; returns the run's id.
+
+    Raises `SpecError`, `DatasetError`, `ConflictError` (same key, other spec), `QuotaError`.
+    """
+    spec = parse_spec_json(spec_json)
+    schema = derive_schema(services, spec, open_for(services, tenant, spec))
+    content = canonical_json(spec.model_dump(mode="json"))
+    digest = hashlib.sha256(content).hexdigest()
+    run = workload_id(tenant, spec.kind, key)
+    try:
+        services.objects.put(spec_key(tenant, run), content, if_absent=True)
+    except ObjectExistsError as error:
+        if services.objects.get(spec_key(tenant, run)) != content:
+            raise ConflictError(
+                f"idempotency key {key!r} was used for another spec; choose a new key",
+                workload=run,
+            ) from error
+    fields = {
+        "tenant": tenant,
+        "policy": spec.policy,
+        "policy_key": f"{tenant}/{spec.policy}",
+        "kind": spec.kind,
+        "base_model": spec.base_model,
+        "schema_signature": schema.signature,
+        "spec_digest": digest,
+        "priority": spec.priority,
+        "max_in_flight": spec.limits.max_in_flight,
+        "display_name": spec.display_name or "",
+    }
+    if services.ledger.submit(run, fields, max_pending=services.settings.max_pending_per_tenant):
+        dispatch.prepare(tenant, run)
+    return run
+
+
+def cancel(services: Services, tenant: str, run: str) -> str:
+    """Final and repeatable. Another tenant's run is as unknown as one that never was."""
+    if services.ledger.workload(run)["tenant"] != tenant:
+        raise NotFoundError(f"no run {run}", workload=run)
+    return services.ledger.cancel(run, json.dumps({"code": "cancelled", "message": "by tenant"}))
+
+
+def open_for(services: Services, tenant: str, spec: SFTSpec) -> LeRobotDataset:
+    settings = services.settings
+    folder: Path = locate(
+        spec.dataset.path,
+        tenant=tenant,
+        roots=settings.roots(),
+        objects=services.objects,
+        cache=settings.var / "cache" / "datasets",
+    )
+    return open_dataset(folder)
+
+
+def derive_schema(services: Services, spec: SFTSpec, dataset: LeRobotDataset) -> Schema:
+    """The interface that spec, dataset and base model have in common."""
+    bases = services.ledger.base_models()
+    base = bases.get(spec.base_model)
+    if base is None:
+        if not bases:
+            raise UnavailableError("no GPU worker has registered a base model yet; try again")
+        hint = nearest(spec.base_model, bases)
+        raise SpecError(
+            f"base_model {spec.base_model!r} is not served; {hint or ', '.join(sorted(bases))}",
+            problems=[{"field": "base_model", "value": spec.base_model, "problem": "not served"}],
+        )
+    asked = spec.dataset
+    cameras = asked.cameras or tuple(sorted(dataset.cameras))
+    for camera in cameras:
+        dataset.feature(camera)
+    if not cameras:
+        raise SpecError("the dataset has no camera; a policy needs at least one", problems=[])
+    uses_state = asked.state is not None and spec.action_module.state != "none"
+    return Schema(
+        base_model=spec.base_model,
+        base_digest=str(base["digest"]),
+        cameras=cameras,
+        image_size=int(base["image_size"]),
+        state_dim=prod(dataset.feature(asked.state).shape) if uses_state and asked.state else 0,
+        action_dim=prod(dataset.feature(asked.action).shape),
+        chunk=spec.action_module.chunk,
+        action_module=spec.action_module.kind,
+        state_input=spec.action_module.state if uses_state else "none",
+    )
+
+
+def split_episodes(spec: SFTSpec, dataset: LeRobotDataset) -> tuple[list[int], list[int]]:
+    """Training and held-out episodes; by default the last episode is held out."""
+    every = [episode.index for episode in dataset.episodes]
+    heldout = list(spec.dataset.heldout_episodes)
+    if not heldout and spec.dataset.heldout_samples and len(every) > 1:
+        free = [index for index in every if index not in (spec.dataset.episodes or ())]
+        heldout = free[-1:]
+    train = list(spec.dataset.episodes or [index for index in every if index not in heldout])
+    for index in (*train, *heldout):
+        dataset.episode(index)
+    if not train:
+        raise SpecError("no episode is left to train on", problems=[])
+    return train, heldout
+
+
+def load_spec(services: Services, tenant: str, run: str) -> WorkloadSpec:
+    try:
+        return parse_spec_json(services.objects.get(spec_key(tenant, run)))
+    except ObjectNotFoundError as error:
+        raise NotFoundError(f"no spec of {run} in storage", workload=run) from error
+
+
+def load_prepared(services: Services, tenant: str, run: str) -> Prepared:
+    return Prepared.from_json(services.objects.get(prepared_key(tenant, run)))
+
+
+def spec_key(tenant: str, run: str) -> str:
+    return f"{tenant}/workloads/{run}/spec.json"
+
+
+def prepared_key(tenant: str, run: str) -> str:
+    return f"{tenant}/workloads/{run}/prepared.json"

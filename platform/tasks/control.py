@@ -1,0 +1,18 @@
+"""Tasks of the control queue."""
+
+from __future__ import annotations
+
+from celery import shared_task
+
+from vla_platform.control import reconciler
+from vla_platform.control.services import services
+
+
+@shared_task(name="control.reconcile", ignore_result=True)
+def reconcile() -> None:
+    reconciler.reconcile(services())
+
+
+@shared_task(name="control.restore_tenants", ignore_result=True)
+def restore_tenants() -> list[str]:
+    return reconciler.restore_tenants(services())

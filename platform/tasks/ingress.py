@@ -1,0 +1,42 @@
+"""Tasks that tenants send, each on its own queue: the queue they came by is who sent them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from celery import Task, shared_task
+
+from vla_platform.broker import INGRESS_PREFIX, tenant_of
+from vla_platform.control import workloads
+from vla_platform.control.services import services
+from vla_storage.errors import CodedError
+
+REPLY_TTL_S = 600
+
+
+@shared_task(name="ingress.submit", bind=True, ignore_result=True)
+def submit(self: Task, request_id: str, spec: str, key: str) -> None:
+    _answer(self, request_id, lambda tenant: workloads.submit(services(), tenant, spec, key))
+
+
+@shared_task(name="ingress.cancel", bind=True, ignore_result=True)
+def cancel(self: Task, request_id: str, run: str) -> None:
+    _answer(self, request_id, lambda tenant: workloads.cancel(services(), tenant, run))
+
+
+def _answer(task: Task, request_id: str, call: Callable[[str], Any]) -> None:
+    queue = task.request.delivery_info["routing_key"]
+    if not queue.startswith(INGRESS_PREFIX):
+        raise PermissionError(f"an ingress task came by {queue}")
+    tenant = tenant_of(queue)
+    try:
+        answer = {"result": call(tenant)}
+    except CodedError as error:
+        answer = {"error": error.to_dict()}
+    key = f"vla:t:{tenant}:reply:{str(request_id)[:64]}"
+    with services().ledger.client.pipeline() as pipe:
+        pipe.rpush(key, json.dumps(answer, default=str))
+        pipe.expire(key, REPLY_TTL_S)
+        pipe.execute()

@@ -1,0 +1,15 @@
+"""Tasks of the training queue. They run in a GPU worker, which has a runner with a base model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import shared_task
+
+
+@shared_task(name="training.train_job", ignore_result=False)
+def train_job(job_id: str, tenant_id: str, partition_id: str, base_model: str) -> dict[str, Any]:
+    """Train what is ready for this base model, the named job among it, for one slice."""
+    from vla_platform.gpu_workers.bootsteps import runner
+
+    return runner(base_model).drain()
