@@ -105,11 +105,11 @@ class Demonstrations:
                 path=str(dataset.path),
                 skipped=self.skipped.episodes,
             )
-        self._frames = FrameSource(dataset, image_size=image_size, cache_bytes=cache_bytes)
-        self._read_ahead = ReadAhead(self._frames)
+        self.frames = FrameSource(dataset, image_size=image_size, cache_bytes=cache_bytes)
+        self._read_ahead = ReadAhead(self.frames)
         per_sample = max(1, len(self.cameras))
         # Less than the cache holds, so that reading ahead never drops what is still to come.
-        fitting = self._frames.capacity * 3 // 4 // per_sample
+        fitting = self.frames.capacity * 3 // 4 // per_sample
         self._window = min(self.num_samples, fitting, _MAX_WINDOW)
         self._ahead = (0, 0)  # counters from and up to which reading ahead was requested
 
@@ -120,7 +120,7 @@ class Demonstrations:
     @property
     def num_decoded(self) -> int:
         """Frames decoded so far; stays put once all frames are in memory."""
-        return self._frames.num_decoded
+        return self.frames.num_decoded
 
     def order(self, start: int, count: int) -> list[int]:
         """Sample numbers for the counters start .. start + count; a fresh permutation per epoch."""
@@ -262,7 +262,7 @@ class Demonstrations:
 
     def _rows_of(self, samples: Sequence[int]) -> Batch:
         keys = self._keys(samples)
-        frames = self._frames.get(keys)
+        frames = self.frames.get(keys)
         shape = (len(samples), len(self.cameras))
         pixels = np.stack([frames[key].pixels for key in keys])
         digests = np.stack([frames[key].digest for key in keys])
