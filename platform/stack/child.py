@@ -1,12 +1,14 @@
 """Run one command so that it cannot outlive its supervisor.
 
-    python -I -S child.py [--wait HOST:PORT]... [--wait-s SECONDS] [--clear FILE] -- COMMAND...
+    python -I -S child.py [--environment FILE] [--wait HOST:PORT]... [--clear FILE] -- COMMAND...
 
-Waits until the named addresses accept connections, removes a stale ready file, asks the kernel to
-kill this process when its parent dies (Linux), then becomes COMMAND. Standard library only: it
-runs before, and without, the environment of the command.
+Asks the kernel to kill this process when its parent dies (Linux), waits until the named addresses
+accept connections, removes a stale ready file, adds the variables of a JSON file (so that secrets
+stay out of command lines and of the supervisor's configuration) and becomes COMMAND. Standard
+library only: it runs before, and without, the environment of the command.
 """
 
+import json
 import os
 import socket
 import sys
@@ -14,6 +16,7 @@ import time
 
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
+_WAIT_S = 60.0
 
 
 def die_with_parent() -> None:
@@ -45,9 +48,11 @@ def main(argv: list[str]) -> int:
     options, command = argv[:separator], argv[separator + 1 :]
     pairs = list(zip(options[::2], options[1::2], strict=True))
     die_with_parent()
-    wait_s = float(dict(pairs).get("--wait-s", "60"))
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + _WAIT_S
     for name, value in pairs:
+        if name == "--environment":
+            with open(value, encoding="utf-8") as file:
+                os.environ.update(json.load(file))
         if name == "--clear" and os.path.exists(value):
             os.unlink(value)
         if name == "--wait" and not wait_for(value, deadline):

@@ -36,14 +36,21 @@ _HEADER = b"h:"
 
 
 class RedisPayloadStore(PayloadStore):
-    def __init__(self, url: str, *, timeout_s: float = 15.0) -> None:
+    def __init__(self, client: redis.Redis) -> None:
         # Replies are bytes, which redis-py's types do not say.
-        self._redis: Any = redis.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=5.0,
-            health_check_interval=30,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5),
+        self._redis: Any = client
+
+    @classmethod
+    def from_url(cls, url: str, *, timeout_s: float = 15.0) -> RedisPayloadStore:
+        """With bounded waits, and retries of what a dropped connection interrupts."""
+        return cls(
+            redis.Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=5.0,
+                health_check_interval=30,
+                retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5),
+            )
         )
 
     def put(

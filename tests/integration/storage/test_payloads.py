@@ -38,14 +38,14 @@ def payloads(request: pytest.FixtureRequest) -> Iterator[PayloadStore]:
     if request.param == "memory":
         store = MemoryPayloadStore()
     else:
-        store = RedisPayloadStore(request.getfixturevalue("payload_redis_url"))
+        store = RedisPayloadStore.from_url(request.getfixturevalue("payload_redis_url"))
     with contextlib.closing(store):
         yield store
 
 
 @pytest.fixture
 def on_redis(payload_redis_url: str) -> Iterator[RedisPayloadStore]:
-    with contextlib.closing(RedisPayloadStore(payload_redis_url)) as store:
+    with contextlib.closing(RedisPayloadStore.from_url(payload_redis_url)) as store:
         yield store
 
 
@@ -208,6 +208,6 @@ def test_f39_a_full_store_is_told_apart_and_recovers(
 
 
 def test_an_absent_server_is_unavailable() -> None:
-    store = RedisPayloadStore("redis://127.0.0.1:9/0")
+    store = RedisPayloadStore.from_url("redis://127.0.0.1:9/0")
     with contextlib.closing(store), pytest.raises(StorageUnavailableError):
         store.get("p1", "a")

@@ -1,0 +1,191 @@
+"""Starting, stopping and watching the platform on one machine: what `vla up` and friends call.
+
+    var/stack.json  credentials.json  signing.key  supervisord.{conf,pid}
+    var/{redis-control,redis-payload,s3}/  var/logs/<role>.log  var/environment/  var/ready/
+
+supervisord runs as a daemon: whoever started it may die at any time. It restarts what dies; the
+kernel kills its children when it dies itself; `up` and `down` end whatever escaped both.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from vla_platform.errors import ConfigurationError, UnavailableError
+from vla_platform.stack import info as stack_info
+from vla_platform.stack import supervisor
+from vla_platform.stack.info import ProcessState, ProcessStatus, StackInfo
+from vla_platform.stack.layout import prepare
+from vla_platform.stack.probes import is_ready
+from vla_platform.stack.roles import ROLES, Role
+from vla_platform.stack.sweep import sweep
+
+Progress = Callable[[str, str], None]
+"""`on_progress(role, "starting" | "ready")`."""
+
+_TAIL_LINES = 30
+
+
+def up(
+    var: Path,
+    *,
+    roles: Sequence[Role] = ROLES,
+    environment: Mapping[str, str] | None = None,
+    dataset_roots: str = "",
+    timeout_s: float = 120.0,
+    on_progress: Progress | None = None,
+) -> StackInfo:
+    """Start the stack in `var`, or what is missing of one that runs; returns when all is ready.
+
+    `environment` (default: this process's) may name external services: `VLA_REDIS_URL`,
+    `VLA_PAYLOAD_URL`, `VLA_S3_ENDPOINT` with its keys; those are not started. Raises
+    `ConfigurationError` naming the role that does not start, with the end of its log; the rest
+    keeps running for a look at it.
+    """
+    var = var.resolve()
+    var.mkdir(parents=True, exist_ok=True, mode=0o700)
+    report = on_progress or (lambda role, state: None)
+    given = dict(os.environ if environment is None else environment)
+    with _exclusive(var):
+        info = stack_info.load(var)
+        if info is not None and supervisor.daemon(var) is not None:
+            _start_stopped(info)
+        else:
+            sweep(var)
+            info = prepare(var, roles, given, dataset_roots, info)
+            supervisor.start(var / "supervisord.conf", {**given, supervisor.MARKER: str(var)})
+        for name in info.roles:
+            report(name, "starting")
+        _wait_ready(info, {role.name: role for role in roles}, timeout_s, report)
+    return info
+
+
+def down(var: Path, *, timeout_s: float = 90.0) -> int:
+    """Stop everything: workers first, then servers; returns how many leftovers had to be ended.
+
+    Also right after a crash of the supervisor, and when nothing runs. Data stay.
+    """
+    var = var.resolve()
+    if not var.exists():
+        return 0
+    with _exclusive(var):
+        process, info = supervisor.daemon(var), stack_info.load(var)
+        if process is not None and info is not None:
+            with suppress(UnavailableError), supervisor.connect(info) as remote:
+                remote.shutdown()
+            with suppress(psutil.TimeoutExpired):
+                process.wait(timeout_s)
+        left = sweep(var)
+        (var / "supervisord.pid").unlink(missing_ok=True)
+    return left
+
+
+def status(var: Path) -> list[ProcessStatus]:
+    """Every role, servers first. Empty where no stack was ever started."""
+    var = var.resolve()
+    info = stack_info.load(var)
+    if info is None:
+        return []
+    external = [ProcessStatus(role=name, state=ProcessState.EXTERNAL) for name in info.external]
+    found: dict[str, ProcessStatus] = {}
+    if supervisor.daemon(var) is not None:
+        with supervisor.connect(info) as remote:
+            for raw in remote.getAllProcessInfo():
+                found[raw["name"]] = _status(info, raw)
+    return external + [
+        found.get(name, ProcessStatus(role=name, state=ProcessState.STOPPED, log=_log(var, name)))
+        for name in info.roles
+    ]
+
+
+def logs(var: Path, role: str, *, follow: bool = False, lines: int = 200) -> Iterator[str]:
+    """The last lines of a role's log, then new ones as they come (`follow`), across rotation.
+
+    Raises `ConfigurationError` for an unknown role.
+    """
+    path = _log(var.resolve(), role)
+    known = stack_info.load(var)
+    if known is None or role not in (*known.roles, "supervisord"):
+        names = ", ".join(known.roles) if known else "none: no stack was started here"
+        raise ConfigurationError(f"no role {role!r} here (roles: {names})")
+    yield from _tail(path, lines)
+    while follow:
+        with path.open(errors="replace") as file:
+            file.seek(0, os.SEEK_END)
+            while path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                line = file.readline()
+                if line:
+                    yield line.rstrip("\n")
+                else:
+                    time.sleep(0.2)
+
+
+def _start_stopped(info: StackInfo) -> None:
+    with supervisor.connect(info) as remote:
+        for raw in remote.getAllProcessInfo():
+            if _status(info, raw).state in (
+                ProcessState.FATAL,
+                ProcessState.STOPPED,
+                ProcessState.EXITED,
+            ):
+                remote.startProcess(f"{raw['group']}:{raw['name']}", False)
+
+
+def _wait_ready(
+    info: StackInfo, roles: Mapping[str, Role], timeout_s: float, report: Progress
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    waiting = list(info.roles)
+    while waiting:
+        for name in list(waiting):
+            if is_ready(info, name, roles.get(name)):
+                waiting.remove(name)
+                report(name, "ready")
+        fatal = [item.role for item in status(info.var) if item.state is ProcessState.FATAL]
+        late = waiting if waiting and time.monotonic() > deadline else []
+        for name in fatal or late:
+            problem = "does not stay up" if fatal else f"is not ready after {timeout_s:.0f} s"
+            tail = "\n".join(_tail(_log(info.var, name), _TAIL_LINES))
+            raise ConfigurationError(f"{name} {problem}; the end of its log:\n{tail}", role=name)
+        time.sleep(0.05)
+
+
+def _status(info: StackInfo, raw: dict[str, str | int]) -> ProcessStatus:
+    state = ProcessState(str(raw["statename"]).lower())
+    running = state in (ProcessState.RUNNING, ProcessState.STARTING)
+    return ProcessStatus(
+        role=str(raw["name"]),
+        state=state,
+        pid=int(raw["pid"]) or None,
+        uptime_s=float(raw["now"]) - float(raw["start"]) if running else 0.0,
+        detail=str(raw["spawnerr"]),
+        log=_log(info.var, str(raw["name"])),
+    )
+
+
+def _log(var: Path, role: str) -> Path:
+    return var / "logs" / f"{role}.log"
+
+
+def _tail(path: Path, lines: int) -> list[str]:
+    try:
+        with path.open(errors="replace") as file:
+            return [line.rstrip("\n") for line in deque(file, maxlen=lines)]
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def _exclusive(var: Path) -> Iterator[None]:
+    """One `up` or `down` per folder at a time; the kernel frees the lock of a killed one."""
+    with (var / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,90 @@
+"""Which processes make up the platform on one machine, as data.
+
+Servers come first; every worker role waits for their ports and may then start in any order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+APP = "vla_platform.app:app"
+SERVERS = ("redis-control", "redis-payload", "s3")
+
+# Two cores are shared by everything: spinning threads only take time from each other.
+SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "GOMP_SPINCOUNT": "0",
+    "OMP_WAIT_POLICY": "passive",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class Ready(StrEnum):
+    """How `up` learns that a role works."""
+
+    FILE = "file"
+    """The process creates the file that `VLA_READY_FILE` names (see `readiness.py`)."""
+    HTTP = "http"
+    """The role's port answers `/healthcheck` with 200."""
+    TCP = "tcp"
+    """The role's port accepts connections."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One process of the platform.
+
+    `command` gets the role's own environment, from which it may take addresses.
+    """
+
+    name: str
+    command: Callable[[dict[str, str]], tuple[str, ...]]
+    ready: Ready = Ready.FILE
+    stop_s: float = 20.0  # grace between SIGTERM and SIGKILL
+    port: bool = False  # whether it listens; the number comes as VLA_PORT
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _celery(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "celery", "-A", APP, *arguments)
+
+
+def _worker(name: str, queues: str, *, concurrency: int, stop_s: float = 20.0) -> Role:
+    return Role(
+        name=name,
+        stop_s=stop_s,
+        # Threads keep the process answering `inspect` and Flower during long steps.
+        command=lambda _: _celery(
+            *("worker", "--queues", queues, "--hostname", f"{name}@%h"),
+            *("--pool", "threads", "--concurrency", str(concurrency)),
+            *("--loglevel", "INFO", "--without-mingle"),
+        ),
+    )
+
+
+def _flower(environment: dict[str, str]) -> tuple[str, ...]:
+    # The password comes as FLOWER_BASIC_AUTH, not on the command line that every user can list.
+    return _celery("flower", "--address=127.0.0.1", f"--port={environment['VLA_PORT']}")
+
+
+ROLES: tuple[Role, ...] = (
+    _worker("control", "control", concurrency=4),
+    _worker("sft", "sft", concurrency=2),
+    _worker("gpu", "training", concurrency=1, stop_s=45.0),
+    Role(
+        name="beat",
+        command=lambda _: _celery(
+            *("beat", "-S", "redbeat.RedBeatScheduler", "--loglevel", "INFO", "--pidfile=")
+        ),
+    ),
+    Role(name="flower", command=_flower, ready=Ready.HTTP, port=True),
+    Role(
+        name="metrics",
+        command=lambda _: (sys.executable, "-m", "vla_platform.metrics.collector"),
+        ready=Ready.TCP,
+        port=True,
+    ),
+)
