@@ -75,5 +75,6 @@ def write_acl(path: Path, users: dict[str, str]) -> None:
         lines.append(f"user {user} on #{digest} {rules}")
     if path.exists():
         ours = {"default", *users}
-        lines += [old for old in path.read_text().splitlines() if old.split()[1:2][0] not in ours]
+        old_lines = path.read_text().splitlines()
+        lines += [old for old in old_lines if (old.split() + ["", ""])[1] not in {"", *ours}]
     write_private(path, "\n".join(lines) + "\n")

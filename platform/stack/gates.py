@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MIN_REDIS = (7, 0)
 MAX_CLOCK_SKEW_S = 1.0
 PROBE_PREFIX = "platform/probes/"
-# Over the 4 MB at which SeaweedFS and the 5 MB at which S3 begin to cut objects into parts.
+# Over the 4 MB at which SeaweedFS begins to cut an object into chunks.
 _LARGE_BYTES = 9 << 20
 
 
@@ -119,7 +119,7 @@ def check_clock(client: redis.Redis, *, wall_clock: Callable[[], float] = time.t
     """
     try:
         before = wall_clock()
-        seconds, microseconds = _any(client).time()
+        seconds, microseconds = client.time()
         middle = (before + wall_clock()) / 2
     except redis.RedisError as error:
         raise UnavailableError(f"control Redis: {error}") from error
@@ -137,7 +137,7 @@ def _probe_bytes(objects: ObjectStore, key: str) -> None:
     pattern = bytes(range(256)) + b"\r\n0;chunk-signature\r\n"
     for content in (b"", pattern, pattern * (_LARGE_BYTES // len(pattern))):
         objects.put(key, content)
-        # One byte more than was written: enough to notice trailers stored inside the object.
+        # Transfer framing or trailers stored inside the object would show in bytes and size.
         if objects.get(key) != content or objects.head(key).size != len(content):
             raise ConfigurationError(
                 f"object store: {len(content)} bytes came back altered (it stores transfer "
@@ -197,7 +197,3 @@ def _setting(client: Any, name: str) -> str | None:
     except redis.ResponseError:
         found = client.info("memory").get("maxmemory_policy") if name.startswith("max") else None
     return found
-
-
-def _any(client: redis.Redis) -> Any:
-    return client

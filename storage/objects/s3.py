@@ -1,6 +1,7 @@
 """An object store on S3 or anything that speaks it with conditional writes, through boto3.
 
-Bodies go out in one PUT with a Content-MD5, so an object is either absent or whole. The newer
+Bodies go out in one PUT (S3 takes up to 5 GB) with a Content-MD5, so an object is either absent or
+whole, and a writer that dies leaves no open multipart upload. The newer
 default checksums (CRC32 trailers) and the payload signature are off: both copy and hash the body
 again, and on stores that do not know trailers they alter it (boto/boto3#4398, #4435).
 """

@@ -52,7 +52,7 @@ def test_the_embedded_services_pass(
 def test_f28_an_evicting_control_redis_is_refused(control_redis_url: str) -> None:
     with (
         setting(control_redis_url, "maxmemory-policy", "allkeys-lru"),
-        pytest.raises(ConfigurationError, match="allkeys-lru.*noeviction"),
+        pytest.raises(ConfigurationError, match=r"allkeys-lru.*noeviction"),
     ):
         check_control_redis(control_redis_url)
 
@@ -79,7 +79,7 @@ def test_an_evicting_payload_redis_is_refused(
 ) -> None:
     with (
         setting(payload_redis_url, "maxmemory-policy", "volatile-ttl"),
-        pytest.raises(ConfigurationError, match="volatile-ttl.*noeviction"),
+        pytest.raises(ConfigurationError, match=r"volatile-ttl.*noeviction"),
     ):
         check_payload_redis(payload_redis_url, control_redis_url)
 
