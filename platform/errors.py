@@ -10,6 +10,8 @@ CodedError (vla_storage.errors)
     ├── DatasetError              loader: names the file, episode and frame (user)
     ├── DataError                 worker: NaN or malformed training data, with its place (user)
     ├── ModuleLoadError           worker: base model or action module does not fit (user)
+    ├── DivergedError             worker: loss or gradient is not finite on finite data (user)
+    ├── BackboneChangedError      worker: the frozen base model is not what was loaded; restart
     ├── WorkloadFailedError       client: the run ended in `failed`; carries the reason
     ├── WorkloadCancelledError    client: the run ended in `cancelled` (user)
     ├── ResultTimeoutError        client: not finished in time; the run goes on; retry helps
@@ -25,10 +27,12 @@ from __future__ import annotations
 from vla_storage.errors import CodedError, Fault
 
 __all__ = [
+    "BackboneChangedError",
     "ConfigurationError",
     "ConflictError",
     "DataError",
     "DatasetError",
+    "DivergedError",
     "Fault",
     "IllegalTransitionError",
     "LeaseLostError",
@@ -97,6 +101,19 @@ class DataError(PlatformError):
 class ModuleLoadError(PlatformError):
     code = "module_load"
     fault = Fault.USER
+
+
+class DivergedError(PlatformError):
+    """`details` name `policy_key` and `step`; nothing of the step was applied."""
+
+    code = "diverged"
+    fault = Fault.USER
+
+
+class BackboneChangedError(PlatformError):
+    """`details` hold the `expected` and the `found` digest."""
+
+    code = "backbone_changed"
 
 
 class WorkloadFailedError(PlatformError):

@@ -1,0 +1,103 @@
+"""What every action module is: backbone features and proprioception in, an action chunk out.
+
+A module belongs to one policy. Everything that a checkpoint of it needs is in its `state_dict`:
+weights and, as buffers, the normalisation statistics. Modules compute in float32 whatever the
+backbone's type is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Generator, Tensor, nn
+
+from vla_platform.gpu_workers.backbone import FeatureKind
+from vla_platform.gpu_workers.canonical import state_prompt
+from vla_platform.gpu_workers.features import VLAFeature
+from vla_platform.gpu_workers.normalization import Normalization, Normalizer, Statistics
+from vla_platform.schema import Schema
+
+STATE_BINS = 256
+
+
+class ActionModule(nn.Module, ABC):
+    """Base of all action modules. Shapes: B rows, H chunk, A action and S state dimensions."""
+
+    feature_kind: ClassVar[FeatureKind]
+    uses_dropout = False
+    """Whether a training forward draws from torch's global generator."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        normalization: Normalization,
+        state_statistics: Statistics | None,
+        action_statistics: Statistics | None,
+    ) -> None:
+        super().__init__()
+        self.schema = schema
+        self.action_normalizer = Normalizer(normalization, action_statistics, dim=schema.action_dim)
+        self.state_normalizer = (
+            Normalizer(normalization, state_statistics, dim=schema.state_dim)
+            if schema.state_input != "none" and schema.state_dim
+            else None
+        )
+
+    @property
+    def num_queries(self) -> int:
+        """Query tokens that the module's rows carry in their prompt."""
+        return self.schema.chunk if self.feature_kind is FeatureKind.QUERIES else 0
+
+    @abstractmethod
+    def loss(
+        self,
+        feature: VLAFeature,
+        state: Tensor | None,
+        actions: Tensor,
+        valid: Tensor,
+        *,
+        generator: Generator,
+    ) -> Tensor:
+        """Mean loss of each row over its valid steps, (B,); 0 for a row without any.
+
+        state (B, S) and actions (B, H, A) in raw units; valid (B, H), false where padded.
+        """
+
+    @abstractmethod
+    def predict(self, feature: VLAFeature, state: Tensor | None, *, generator: Generator) -> Tensor:
+        """Action chunks in raw units, (B, H, A)."""
+
+    def prompts(self, prompts: list[str], state: npt.NDArray[np.float32] | None) -> list[str]:
+        """The text of each row: the task, with the state's bins where the schema says `prompt`."""
+        if self.schema.state_input != "prompt" or state is None or self.state_normalizer is None:
+            return prompts
+        scaled = self.state_normalizer.normalize(torch.from_numpy(state).to(self.device)).cpu()
+        edges = np.linspace(-1, 1, STATE_BINS + 1)[:-1]
+        bins = np.clip(np.digitize(scaled.numpy(), edges) - 1, 0, STATE_BINS - 1)
+        return [state_prompt(text, row) for text, row in zip(prompts, bins, strict=True)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.action_normalizer.centre.device
+
+    def select_trainable(self, parts: Iterable[str]) -> None:
+        """Let gradients reach the named parts (`head`, `state_encoder`) and no others."""
+        chosen = set(parts)
+        for name, parameter in self.named_parameters():
+            part = "state_encoder" if name.startswith("state_encoder.") else "head"
+            parameter.requires_grad_(part in chosen)
+
+
+def mean_over_valid(errors: Tensor, valid: Tensor) -> Tensor:
+    """Errors (B, H, A) to the mean over each row's valid steps, (B,); 0 where there is none."""
+    weight = valid.to(errors.dtype)
+    steps = weight.sum(dim=1)
+    # `where`, not a product: 0 x NaN in a padded step would still be NaN.
+    kept = torch.where(valid[..., None], errors, torch.zeros_like(errors))
+    return kept.mean(dim=2).sum(dim=1) / steps.clamp(min=1)

@@ -1,0 +1,305 @@
+"""Where a worker mounts one policy: module, optimizer, schedule, scaler, random numbers, counters.
+
+Nothing in a slot is shared, so one policy's step cannot change another's numbers; and a slot's
+state, restored into a fresh slot, continues bit by bit as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from accelerate import Accelerator
+from torch import Generator, Tensor
+
+from vla_platform.errors import DivergedError, ModuleLoadError
+from vla_platform.gpu_workers.action_modules.base import ActionModule
+from vla_platform.gpu_workers.action_modules.build import build_action_module
+from vla_platform.gpu_workers.algorithms.sft import Samples, sft_loss
+from vla_platform.gpu_workers.normalization import Normalization, Statistics
+from vla_platform.gpu_workers.schedule import learning_rate
+from vla_platform.schema import Schema
+from vla_platform.specs import ActionModuleSpec, AdamWSpec
+
+STATE_VERSION = 1
+MixedPrecision = Literal["no", "bf16", "fp16"]
+Arrays = dict[str, npt.NDArray[Any]]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotConfig:
+    """Everything that a policy's numbers depend on besides its data."""
+
+    policy_key: str
+    schema: Schema
+    action_module: ActionModuleSpec
+    optimizer: AdamWSpec
+    total_steps: int
+    seed: int
+    trainable: tuple[str, ...] = ("head", "state_encoder")
+    statistics: Mapping[str, Statistics | None] = field(default_factory=dict)  # state, action
+    normalization: Normalization = "min_max"
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """A slot as plain data: what a checkpoint holds.
+
+    module     the payload: weights and normalisation statistics.
+    optimizer  Adam's moments by parameter name and the states of the random generators.
+    scalars    counters and the gradient scaler, as JSON.
+    """
+
+    module: Arrays
+    optimizer: Arrays
+    scalars: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Update:
+    loss: float
+    grad_norm: float
+    lr: float
+    step: int
+    skipped: bool
+
+
+class Slot:
+    """One mounted policy. `step` counts updates, `policy_version` rises with every change."""
+
+    def __init__(
+        self,
+        config: SlotConfig,
+        *,
+        feature_dim: int,
+        device: torch.device,
+        mixed_precision: MixedPrecision = "no",
+    ) -> None:
+        self.config = config
+        self.step = 0
+        self.policy_version = 0
+        self.samples_seen = 0
+        module = build_action_module(
+            config.action_module,
+            config.schema,
+            feature_dim=feature_dim,
+            seed=_seed(config.seed, "module"),
+            normalization=config.normalization,
+            state_statistics=config.statistics.get("state"),
+            action_statistics=config.statistics.get("action"),
+        )
+        module.select_trainable(config.trainable)
+        self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise ModuleLoadError(
+                f"nothing to train in {config.trainable}", policy_key=config.policy_key
+            )
+        # Its own accelerator: accumulation counter and gradient scaler are the policy's state.
+        self._accelerator = Accelerator(
+            cpu=device.type == "cpu",
+            mixed_precision=mixed_precision,
+            step_scheduler_with_optimizer=False,
+        )
+        self.module: ActionModule = module.to(device)
+        self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        spec = config.optimizer
+        self._adamw = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=spec.lr,
+            betas=spec.betas,
+            eps=spec.eps,
+            weight_decay=spec.weight_decay,
+            fused=True,
+        )
+        self._optimizer = self._accelerator.prepare_optimizer(self._adamw)
+        self._noise = Generator().manual_seed(_seed(config.seed, "noise"))
+        self._dropout = Generator().manual_seed(_seed(config.seed, "dropout")).get_state()
+
+    def update(self, samples: Samples, *, num_microbatches: int = 1) -> Update:
+        """One optimizer step on `samples`. Raises `DivergedError` and then changes nothing.
+
+        Where every step of every row is padding there is nothing to learn: loss 0, no optimizer
+        step, and the policy keeps its version.
+        """
+        num_valid = int(samples.valid.sum())
+        lr = learning_rate(self.config.optimizer, self.step, self.config.total_steps)
+        if num_valid == 0:
+            logger.warning(
+                "all action steps are padding, nothing to learn",
+                extra={"action": "update_skipped", "policy_key": self.config.policy_key},
+            )
+            self.step += 1
+            self.samples_seen += samples.num_rows
+            return Update(0.0, 0.0, lr, self.step, skipped=True)
+        before = self._noise.get_state(), self._dropout
+        try:
+            loss, norm = self._gradients(samples, num_valid, num_microbatches)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        except BaseException:
+            self._noise.set_state(before[0])
+            self._dropout = before[1]
+            raise
+        finally:
+            self._adamw.zero_grad(set_to_none=True)
+        self.step += 1
+        self.policy_version += 1
+        self.samples_seen += samples.num_rows
+        return Update(loss, norm, lr, self.step, skipped=False)
+
+    def _gradients(
+        self, samples: Samples, num_valid: int, num_microbatches: int
+    ) -> tuple[float, float]:
+        accelerator = self._accelerator
+        accelerator.step = 0
+        accelerator.gradient_accumulation_steps = num_microbatches
+        total = torch.zeros((), device=samples.actions.device)
+        bounds = [samples.num_rows * i // num_microbatches for i in range(num_microbatches + 1)]
+        self.module.train()
+        with self._own_dropout():
+            for start, stop in itertools.pairwise(bounds):
+                with accelerator.accumulate(self.module), accelerator.autocast():
+                    share = sft_loss(
+                        self.module,
+                        samples.rows(start, stop),
+                        num_valid=num_valid,
+                        generator=self._noise,
+                    )
+                    # accelerate divides by the number of parts, but ours already add up.
+                    accelerator.backward(share * num_microbatches)
+                total += share.detach()
+        loss = float(total)
+        if not math.isfinite(loss):
+            raise self._diverged("loss", loss)
+        return loss, self._clip()
+
+    def _clip(self) -> float:
+        limit = self.config.optimizer.grad_clip
+        parameters = list(self._parameters.values())
+        norm = float(
+            self._accelerator.clip_grad_norm_(parameters, math.inf if limit is None else limit)
+        )
+        # With a gradient scaler, overflow is normal: the scaler leaves the step out and backs off.
+        if not math.isfinite(norm) and self._accelerator.scaler is None:
+            raise self._diverged("gradient norm", norm)
+        return norm
+
+    def _diverged(self, what: str, value: float) -> DivergedError:
+        return DivergedError(
+            f"the {what} of {self.config.policy_key} is {value} at step {self.step}",
+            policy_key=self.config.policy_key,
+            step=self.step,
+        )
+
+    @contextlib.contextmanager
+    def _own_dropout(self) -> Iterator[None]:
+        """Let torch's global generator be this slot's: dropout offers no other way."""
+        if not self.module.uses_dropout:
+            yield
+            return
+        device = self.module.device
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.default_generator.set_state(self._dropout)
+            if devices:
+                # On a GPU masks come from the device's generator: seed it from ours.
+                torch.cuda.manual_seed(int(torch.randint(2**62, ())))
+            yield
+            self._dropout = torch.default_generator.get_state()
+
+    @torch.no_grad()
+    def heldout_loss(self, samples: Samples) -> float:
+        """Loss without dropout and with the same noise at every call. Changes nothing."""
+        self.module.eval()
+        noise = Generator().manual_seed(_seed(self.config.seed, "heldout"))
+        num_valid = int(samples.valid.sum())
+        with self._accelerator.autocast():
+            return float(sft_loss(self.module, samples, num_valid=num_valid, generator=noise))
+
+    def export_params(self) -> Arrays:
+        """The payload as arrays of its own: further training does not alter them."""
+        return {
+            name: tensor.detach().cpu().numpy().copy()
+            for name, tensor in self.module.state_dict().items()
+        }
+
+    def state(self) -> SlotState:
+        optimizer: Arrays = {
+            "rng/noise": self._noise.get_state().numpy().copy(),
+            "rng/dropout": self._dropout.numpy().copy(),
+        }
+        for name, parameter in self._parameters.items():
+            for key, value in self._adamw.state.get(parameter, {}).items():
+                optimizer[f"{key}/{name}"] = value.detach().cpu().numpy().copy()
+        scaler = self._accelerator.scaler
+        return SlotState(
+            module=self.export_params(),
+            optimizer=optimizer,
+            scalars={
+                "version": STATE_VERSION,
+                "policy_key": self.config.policy_key,
+                "schema_signature": self.config.schema.signature,
+                "step": self.step,
+                "policy_version": self.policy_version,
+                "samples_seen": self.samples_seen,
+                "scaler": None if scaler is None else scaler.state_dict(),
+            },
+        )
+
+    def load_params(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over a payload, statistics included: its weights were trained in those units."""
+        own = self.module.state_dict()
+        if own.keys() != arrays.keys():
+            odd = sorted(own.keys() ^ arrays.keys())
+            raise ModuleLoadError(f"the payload does not fit: {', '.join(odd[:8])}", names=odd[:8])
+        for name, tensor in own.items():
+            if tuple(tensor.shape) != arrays[name].shape:
+                raise ModuleLoadError(
+                    f"{name} has shape {arrays[name].shape} instead of {tuple(tensor.shape)}",
+                    names=[name],
+                )
+        self.module.load_state_dict({name: torch.tensor(arrays[name]) for name in own})
+
+    def restore(self, state: SlotState) -> None:
+        """Continue where `state` was taken. The schema must be the same."""
+        scalars = state.scalars
+        if scalars.get("version") != STATE_VERSION:
+            raise ModuleLoadError(f"unknown slot state version {scalars.get('version')!r}")
+        if scalars["schema_signature"] != self.config.schema.signature:
+            raise ModuleLoadError("the checkpoint belongs to another schema")
+        self.load_params(state.module)
+        moments: dict[str, dict[str, Tensor]] = {}
+        for key, array in state.optimizer.items():
+            kind, _, name = key.partition("/")
+            if kind == "rng":
+                continue
+            if name not in self._parameters:
+                raise ModuleLoadError(f"optimizer state for unknown parameter {name!r}")
+            moments.setdefault(name, {})[kind] = torch.tensor(array).to(self.module.device)
+        self._adamw.state.clear()
+        for name, values in moments.items():
+            self._adamw.state[self._parameters[name]] = values
+        self._noise.set_state(torch.tensor(np.asarray(state.optimizer["rng/noise"])))
+        self._dropout = torch.tensor(np.asarray(state.optimizer["rng/dropout"]))
+        self.step = int(scalars["step"])
+        self.policy_version = int(scalars["policy_version"])
+        self.samples_seen = int(scalars["samples_seen"])
+        if self._accelerator.scaler is not None and scalars["scaler"] is not None:
+            self._accelerator.scaler.load_state_dict(scalars["scaler"])
+
+
+def _seed(seed: int, use: str) -> int:
+    """Independent streams from one seed: 63 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {use}".encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,224 @@
+"""The Training Model Service: mounted policies, trained one by one or as a group.
+
+A group shares one encoding of all its rows by the frozen backbone; losses, gradients, optimizers
+and versions stay private. On CPU in float32 each policy ends with the same bits as if it had been
+alone (see `backbone` for why), and one policy's bad data or divergence touches nobody else.
+The service knows no queue, store or thread; one thread at a time may call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from vla_platform.errors import (
+    BackboneChangedError,
+    ModuleLoadError,
+    NotFoundError,
+    PlatformError,
+)
+from vla_platform.gpu_workers.backbone import Backbone
+from vla_platform.gpu_workers.canonical import Row
+from vla_platform.gpu_workers.feature_cache import FeatureCache
+from vla_platform.gpu_workers.features import Encoded, FeatureEncoder, stack_features
+from vla_platform.gpu_workers.samples import Columns, check_columns, rows_of, samples_of
+from vla_platform.gpu_workers.slots import Arrays, MixedPrecision, Slot, SlotConfig, SlotState
+from vla_storage.errors import CodedError
+
+
+@dataclass(frozen=True)
+class TrainItem:
+    """One training job's data: the columns of a `Batch`, for one mounted policy."""
+
+    policy_key: str
+    columns: Columns
+    num_microbatches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    policy_key: str
+    loss: float
+    grad_norm: float
+    lr: float
+    step: int  # updates of the policy so far
+    policy_version: int
+    samples: int
+    skipped: bool  # every action step was padding
+    forward_ms: float  # encoding of the whole group
+    backbone_forwards: int  # of the whole group
+    group_size: int  # jobs that shared the encoding
+    cache_hits: int  # rows of this job
+    cache_misses: int
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """An item whose data are in order, and where its rows are in the group."""
+
+    slot: Slot
+    item: TrainItem
+    rows: list[Row]
+
+
+class TrainingModelService:
+    """Trains policies on one resident backbone."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        cache: FeatureCache | None = None,
+        mixed_precision: MixedPrecision = "no",
+    ) -> None:
+        """`cache=None` encodes every row every time."""
+        self.backbone = backbone
+        self.encoder = FeatureEncoder(backbone, cache=cache)
+        self.mixed_precision: MixedPrecision = mixed_precision
+        self._slots: dict[str, Slot] = {}
+
+    def mount(
+        self,
+        config: SlotConfig,
+        *,
+        state: SlotState | None = None,
+        params: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> Slot:
+        """Give a policy a slot: fresh from its seed, continued from `state`, or from `params` only.
+
+        Mounting a mounted policy replaces its slot. Raises `ModuleLoadError` where schema, base
+        model, state or payload do not fit, and leaves what was mounted.
+        """
+        found = config.schema.base_digest
+        if found != self.backbone.digest:
+            raise ModuleLoadError(
+                f"the schema was made for base model {found[:12]}, "
+                f"this worker has {self.backbone.digest[:12]}",
+                policy_key=config.policy_key,
+            )
+        slot = Slot(
+            config,
+            feature_dim=self.backbone.hidden_dim,
+            device=self.backbone.device,
+            mixed_precision=self.mixed_precision,
+        )
+        if params is not None:
+            slot.load_params(params)
+        if state is not None:
+            slot.restore(state)
+        self._slots[config.policy_key] = slot
+        return slot
+
+    def unmount(self, policy_key: str) -> None:
+        """Forget a policy's slot, if there is one."""
+        self._slots.pop(policy_key, None)
+
+    def slot(self, policy_key: str) -> Slot:
+        try:
+            return self._slots[policy_key]
+        except KeyError:
+            raise NotFoundError(f"{policy_key} is not mounted", policy_key=policy_key) from None
+
+    @property
+    def mounted(self) -> tuple[str, ...]:
+        return tuple(self._slots)
+
+    def train_group(self, items: Sequence[TrainItem]) -> list[TrainResult | CodedError]:
+        """One update per item, in order; an item that fails gets its error and changes nothing."""
+        outcomes: list[TrainResult | CodedError | None] = [None] * len(items)
+        prepared: dict[int, _Prepared] = {}
+        for at, item in enumerate(items):
+            try:
+                prepared[at] = self._prepare(item)
+            except CodedError as error:
+                outcomes[at] = error
+        encoded = self._encode([one for one in prepared.values()])
+        first = 0
+        for at, one in prepared.items():
+            stop = first + len(one.rows)
+            try:
+                outcomes[at] = self._update(one, encoded, first, stop, len(prepared))
+            except BackboneChangedError:
+                raise
+            except CodedError as error:
+                outcomes[at] = error
+            except (RuntimeError, ValueError) as error:
+                outcomes[at] = PlatformError(
+                    f"the update of {one.item.policy_key} failed: {error}",
+                    policy_key=one.item.policy_key,
+                )
+            first = stop
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def train_batch(
+        self, policy_key: str, columns: Columns, *, num_microbatches: int = 1
+    ) -> TrainResult:
+        """One update of one policy. Raises what went wrong."""
+        outcome = self.train_group([TrainItem(policy_key, columns, num_microbatches)])[0]
+        if isinstance(outcome, CodedError):
+            raise outcome
+        return outcome
+
+    def heldout_loss(self, policy_key: str, columns: Columns) -> float:
+        """Loss on held-out rows; no update, and the same noise at every call."""
+        one = self._prepare(TrainItem(policy_key, columns))
+        encoded = self._encode([one])
+        feature = stack_features(encoded.features, one.slot.module.feature_kind)
+        schema = one.slot.config.schema
+        return one.slot.heldout_loss(samples_of(columns, feature, schema))
+
+    def export_params(self, policy_key: str) -> Arrays:
+        """The policy's payload: module tensors with statistics, copied."""
+        return self.slot(policy_key).export_params()
+
+    def save(self, policy_key: str) -> SlotState:
+        """All that a fresh slot needs to continue bit by bit, copied."""
+        return self.slot(policy_key).state()
+
+    def _prepare(self, item: TrainItem) -> _Prepared:
+        slot = self.slot(item.policy_key)
+        check_columns(item.columns, slot.config.schema)
+        rows = rows_of(item.columns, slot.module)
+        for row in rows:  # a prompt that cannot be laid out is this tenant's error
+            self.backbone.canonicalizer.layout(
+                row.prompt, num_images=len(row.images), num_queries=row.num_queries
+            )
+        return _Prepared(slot, item, rows)
+
+    def _encode(self, prepared: Sequence[_Prepared]) -> Encoded:
+        rows = [row for one in prepared for row in one.rows]
+        kinds = [one.slot.module.feature_kind for one in prepared for _ in one.rows]
+        return self.encoder.encode(rows, kinds)
+
+    def _update(
+        self, one: _Prepared, encoded: Encoded, first: int, stop: int, group_size: int
+    ) -> TrainResult:
+        slot, columns = one.slot, one.item.columns
+        feature = stack_features(encoded.features[first:stop], slot.module.feature_kind)
+        samples = samples_of(columns, feature, slot.config.schema)
+        update = slot.update(samples, num_microbatches=one.item.num_microbatches)
+        hits = sum(encoded.hit[first:stop])
+        return TrainResult(
+            policy_key=one.item.policy_key,
+            loss=update.loss,
+            grad_norm=update.grad_norm,
+            lr=update.lr,
+            step=update.step,
+            policy_version=slot.policy_version,
+            samples=samples.num_rows,
+            skipped=update.skipped,
+            forward_ms=encoded.forward_ms,
+            backbone_forwards=encoded.num_forwards,
+            group_size=group_size,
+            cache_hits=hits,
+            cache_misses=samples.num_rows - hits,
+        )
+
+
+def use_one_thread() -> None:
+    """Bit-equality holds for one thread: with more, sums are cut differently."""
+    torch.set_num_threads(1)
