@@ -11,6 +11,7 @@ from celery import Celery
 
 from vla_platform.broker import queue
 from vla_platform.settings import Settings, load_settings
+from vla_platform.stack.readiness import announce
 
 QUEUES = ("control", "sft", "training")
 
@@ -77,9 +78,11 @@ app = create_app(load_settings())
 
 if load_settings().role == "gpu":
     from vla_platform.gpu_workers.bootsteps import install
-elif load_settings().role == "control":
-    from vla_platform.control.bootsteps import install
-else:
-    from vla_platform.control.bootsteps import install_nothing as install
 
-install(app)
+    install(app)
+elif load_settings().role == "control":
+    from vla_platform.control.bootsteps import install as install_ingress
+
+    install_ingress(app)
+if (ready_file := load_settings().ready_file) is not None:
+    announce(ready_file)

@@ -35,7 +35,7 @@ def tenant_of(queue_name: str) -> str:
     return queue_name.removeprefix(INGRESS_PREFIX)
 
 
-class Transport(redis.Transport):
+class Transport(redis.Transport):  # type: ignore[misc]
     """Stamps each message with its true queue; leaves oversize and compressed ones out."""
 
     def _deliver(self, message: dict[str, Any], queue: str) -> None:

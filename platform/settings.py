@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -34,7 +35,7 @@ class Settings(BaseModel):
         "tiny", description="what a GPU worker serves: `name` or `name=hub-id-or-path`, by comma"
     )
     device: str = Field("auto", description="auto | cpu | cuda")
-    mixed_precision: str = Field("no", pattern="^(no|fp16|bf16)$")
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
     feature_cache_bytes: int = Field(512 << 20, ge=0, description="0 switches the cache off")
     max_group: int = Field(8, ge=1, description="training jobs that may share one backbone forward")
     lease_s: float = Field(10.0, gt=0.5, description="how long a silent worker keeps its work")
@@ -43,6 +44,8 @@ class Settings(BaseModel):
     max_running_per_tenant: int = Field(4, ge=1)
     max_pending_per_tenant: int = Field(1000, ge=1)
     role: str = Field("", description="control | sft | gpu | beat | flower | metrics")
+    port: int = Field(0, description="where the metrics collector listens; 0: 9100")
+    ready_file: Path | None = Field(None, description="created once the process is ready")
     failpoint: str = Field("", description="tests only: name:action:nth")
 
     def roots(self) -> tuple[Path, ...]:

@@ -18,7 +18,7 @@ POLL_S = 0.5
 _log = logging.getLogger(__name__)
 
 
-class IngressStep(bootsteps.StartStopStep):
+class IngressStep(bootsteps.StartStopStep):  # type: ignore[misc]
     """Adds a consumer per tenant; looks for new tenants every half second."""
 
     requires = (Tasks,)
@@ -32,7 +32,8 @@ class IngressStep(bootsteps.StartStopStep):
         services().ledger.load()
         restore_tenants(services())
         self._stop = threading.Event()
-        self._watch(parent, consumed := set())
+        consumed: set[str] = set()
+        self._watch(parent, consumed)
         self._thread = threading.Thread(
             target=self._loop, args=(parent, consumed, self._stop), name="ingress", daemon=True
         )
@@ -60,7 +61,3 @@ class IngressStep(bootsteps.StartStopStep):
 
 def install(app: Celery) -> None:
     app.steps["consumer"].add(IngressStep)
-
-
-def install_nothing(app: Celery) -> None:
-    """Other roles need no step of their own."""

@@ -108,7 +108,8 @@ class Ledger:
     """Workloads, training jobs, leases, slots."""
 
     def __init__(self, client: redis.Redis) -> None:
-        self._redis = client
+        # With decode_responses replies are str, which redis-py's types do not say.
+        self._redis: Any = client
 
     @classmethod
     def connect(cls, url: str) -> Ledger:
@@ -118,7 +119,7 @@ class Ledger:
         return cls(client)
 
     @property
-    def client(self) -> redis.Redis:
+    def client(self) -> Any:
         """The connection, for reading."""
         return self._redis
 

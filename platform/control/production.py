@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -128,10 +129,9 @@ def prepare(services: Services, tenant: str, run: str) -> str:
             prepared, plan = _measure(services, tenant, run)
         except (DataError, DatasetError) as error:
             return services.ledger.fail(run, error.to_dict())
-        try:
+        # It may be there already, from a worker that died before it could say so.
+        with contextlib.suppress(ObjectExistsError):
             services.objects.put(prepared_key(tenant, run), prepared.to_json(), if_absent=True)
-        except ObjectExistsError:
-            pass  # prepared before, perhaps by a worker that died before it could say so
         services.ledger.prepared(run, total_positions=plan.positions, total_steps=plan.steps)
     return admit(services, tenant, run)
 
@@ -169,7 +169,7 @@ def _measure(services: Services, tenant: str, run: str) -> tuple[Prepared, Plan]
 
 
 def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
-    """Fill the workload's in-flight room for up to `slice_s`; returns how many jobs became ready."""
+    """Fill the workload's in-flight room for one slice; returns how many jobs became ready."""
     produced = 0
     end = time.monotonic() + services.settings.slice_s
     lease_s = services.settings.lease_s
@@ -197,8 +197,10 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
 
 def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
     domain, batch = source.batch(job.position)
-    services.payloads.clear(job.partition_id)  # what a producer left that died before `ready`
-    services.payloads.put(job.partition_id, job.tenant_id, dict(batch.columns), ttl_s=PAYLOAD_TTL_S)
+    services.payloads.clear(
+        job.partition_id, job.tenant_id
+    )  # what a producer left that died before `ready`
+    services.payloads.put(job.partition_id, job.tenant_id, batch.columns, ttl_s=PAYLOAD_TTL_S)
     if services.ledger.mark_ready(job, sample_count=len(batch), domain=str(domain)):
         dispatch.train(
             job_id=job.job_id,

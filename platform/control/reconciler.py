@@ -33,8 +33,8 @@ def reconcile(services: Services) -> Due:
 def clear_partitions(services: Services) -> int:
     """Remove the samples of ended jobs; returns how many partitions that were."""
     cleared = services.ledger.take_cleared()
-    for partition_id, _ in cleared:
-        services.payloads.clear(partition_id)
+    for partition_id, tenant in cleared:
+        services.payloads.clear(partition_id, tenant)
     return len(cleared)
 
 

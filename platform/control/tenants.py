@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
-import redis
-
 from vla_platform.broker import ingress_queue
 from vla_platform.errors import TenantError
 from vla_platform.specs import check_name
@@ -25,9 +23,9 @@ TENANTS_KEY = "vla:tenants"
 RESERVED = ("platform", "default", "admin")
 
 _COMMANDS = (
-    "-@all +@connection +ping +info +lpush +brpop +blpop +sadd +smembers +get +hget +hgetall "
-    "+hmget +xread +xrange +xrevrange +xlen +zrange +zrevrange +lrange +exists +type +ttl +multi +exec "
-    "+unwatch +watch -client +client|setinfo +client|setname +client|id"
+    "-@all +@connection -client +client|setinfo +client|setname +client|id +ping +info "
+    "+lpush +llen +brpop +blpop +sadd +smembers +get +hget +hgetall +hmget +lrange +exists +type +ttl "
+    "+xread +xrange +xrevrange +xlen +zrange +zrevrange +multi +exec +watch +unwatch"
 )
 
 
@@ -52,6 +50,7 @@ def acl_rules(tenant: Tenant) -> list[str]:
         "on",
         f"#{tenant.password_sha256}",
         f"~{queue}",
+        f"~{queue}\x06\x16[369]",  # kombu's lists of the lower priorities
         f"~_kombu.binding.{queue}",
         f"%R~vla:t:{name}:*",
         f"~vla:t:{name}:reply:*",
@@ -60,13 +59,13 @@ def acl_rules(tenant: Tenant) -> list[str]:
     ]
 
 
-def apply_acl(client: redis.Redis, tenant: Tenant) -> None:
+def apply_acl(client: Any, tenant: Tenant) -> None:
     client.execute_command("ACL", "SETUSER", tenant.tenant_id, *acl_rules(tenant))
     client.sadd(TENANTS_KEY, tenant.tenant_id)
 
 
 def add_tenant(
-    name: str, *, client: redis.Redis, objects: ObjectStore, iam: S3Admin, redis_url: str,
+    name: str, *, client: Any, objects: ObjectStore, iam: S3Admin, redis_url: str,
     s3_endpoint: str | None, bucket: str,
 ) -> str:  # fmt: skip
     """Create a tenant; returns the URL that its `Platform(url)` takes. It is shown once.
@@ -99,7 +98,7 @@ def add_tenant(
     return urlunsplit((scheme, host, parts.path or "/0", urlencode(query), ""))
 
 
-def remove_tenant(name: str, *, client: redis.Redis, objects: ObjectStore, iam: S3Admin) -> None:
+def remove_tenant(name: str, *, client: Any, objects: ObjectStore, iam: S3Admin) -> None:
     """Revoke the tenant's access at once. Its objects and records stay for the auditors."""
     if name not in {tenant.tenant_id for tenant in list_tenants(objects)}:
         raise TenantError(f"no tenant {name}", tenant=name)
@@ -121,7 +120,7 @@ def list_tenants(objects: ObjectStore) -> list[Tenant]:
     return found
 
 
-def restore_acls(client: redis.Redis, objects: ObjectStore) -> list[str]:
+def restore_acls(client: Any, objects: ObjectStore) -> list[str]:
     """Apply the rules of every tenant that the control Redis does not know. Returns their names."""
     known = set(client.execute_command("ACL", "USERS"))
     members = client.smembers(TENANTS_KEY)

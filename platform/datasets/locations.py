@@ -1,4 +1,4 @@
-"""Where a spec's dataset lies: below a folder the operator allows, or in the tenant's own storage."""
+"""Where a spec's dataset lies: in a folder the operator allows, or in the tenant's storage."""
 
 from __future__ import annotations
 

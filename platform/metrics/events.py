@@ -41,7 +41,7 @@ def stream_of(tenant: str, workload: str) -> str:
 class Emitter:
     """Sends events from a background thread, off the training path."""
 
-    def __init__(self, client: redis.Redis, *, most_waiting: int = 10_000) -> None:
+    def __init__(self, client: Any, *, most_waiting: int = 10_000) -> None:
         self._redis = client
         self._waiting: queue.Queue[Event | None] = queue.Queue(most_waiting)
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)

@@ -76,5 +76,5 @@ def write_acl(path: Path, users: dict[str, str]) -> None:
     if path.exists():
         ours = {"default", *users}
         old_lines = path.read_text().splitlines()
-        lines += [old for old in old_lines if (old.split() + ["", ""])[1] not in {"", *ours}]
+        lines += [old for old in old_lines if [*old.split(), "", ""][1] not in {"", *ours}]
     write_private(path, "\n".join(lines) + "\n")

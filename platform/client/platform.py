@@ -1,0 +1,87 @@
+"""The tenant's way in."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from vla_platform.client.connection import Connection
+from vla_platform.client.runs import Run
+from vla_platform.specs import WorkloadSpec, canonical_json, parse_spec
+from vla_storage.checkpoints import CheckpointStore
+from vla_storage.manifests import Manifest
+
+
+class Platform:
+    """One tenant's session. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(self, url: str) -> None:
+        self._connection = Connection(url)
+        self.tenant = self._connection.tenant
+        self._checkpoints = CheckpointStore(objects=self._connection.objects, tenant_id=self.tenant)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def submit(self, spec: WorkloadSpec | Mapping[str, Any], *, timeout_s: float = 60.0) -> Run:
+        """Enqueue a workload; returns when the platform has accepted it for good.
+
+        Raises `SpecError` before anything is sent, `DatasetError`, `ConflictError` (the
+        idempotency key was used for another spec), `QuotaError`, or `UnavailableError`: with an
+        `idempotency_key` in the spec, submitting again then is safe.
+        """
+        checked = parse_spec(spec)
+        key = checked.idempotency_key or uuid.uuid4().hex
+        run_id = self._connection.call(
+            "ingress.submit",
+            timeout_s=timeout_s,
+            shown=f"{self.tenant}/{checked.policy}, {checked.kind}",
+            spec=canonical_json(checked.model_dump(mode="json")).decode(),
+            key=key,
+        )
+        return Run(self._connection, run_id)
+
+    def run(self, run_id: str) -> Run:
+        """A run submitted earlier. Raises `NotFoundError`."""
+        found = Run(self._connection, run_id)
+        found.status()
+        return found
+
+    def runs(self) -> list[Run]:
+        """All runs of the tenant, newest first."""
+        ids = self._connection.redis.zrevrange(self._connection.key("workloads"), 0, -1)
+        return [Run(self._connection, run_id) for run_id in ids]
+
+    def checkpoints(self, policy: str, run_id: str | None = None) -> list[Manifest]:
+        """Visible checkpoints of a policy, oldest first."""
+        refs = self._checkpoints.list(policy, run_id)
+        return [self._checkpoints.manifest(ref.id) for ref in refs]
+
+    def verify(self, checkpoint_id: str) -> Manifest:
+        """Read every object of a checkpoint and compare sizes and digests."""
+        return self._checkpoints.verify(checkpoint_id)
+
+    def download(self, checkpoint_id: str, folder: Path | str) -> Path:
+        """Fetch a verified checkpoint into a folder of its own below `folder`."""
+        manifest = self._checkpoints.verify(checkpoint_id)
+        target = Path(folder) / checkpoint_id.replace("/", "-")
+        target.mkdir(parents=True, exist_ok=True)
+        prefix = self._checkpoints.policy_prefix(manifest.policy, manifest.workload_id)
+        for entry in manifest.objects:
+            key = f"{prefix}{manifest.step:010d}/{entry.relative_key}"
+            (target / entry.name).write_bytes(self._connection.objects.get(key))
+        return target

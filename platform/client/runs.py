@@ -1,0 +1,130 @@
+"""A run: a submitted workload, watched, awaited and cancelled by its tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vla_platform.client.connection import Connection, to_error
+from vla_platform.control.states import WorkloadState, is_terminal
+from vla_platform.errors import (
+    NotFoundError,
+    ResultTimeoutError,
+    WorkloadCancelledError,
+    WorkloadFailedError,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    run: str
+    state: WorkloadState
+    policy: str
+    kind: str
+    step: int
+    total_steps: int | None  # None: the data is still being prepared
+    policy_version: int
+    checkpoint: str | None  # id of the newest published one
+    reason: dict[str, Any] | None  # why it failed or was cancelled
+    created_s: float  # seconds since the epoch, by the platform's clock
+    updated_s: float
+    history: tuple[dict[str, Any], ...] = field(repr=False, default=())
+
+    @property
+    def is_over(self) -> bool:
+        return is_terminal(self.state)
+
+
+class Run:
+    """Returned by `Platform.submit`. `await run` or `run.result(timeout_s)` wait for the end."""
+
+    def __init__(self, connection: Connection, run_id: str) -> None:
+        self._connection = connection
+        self.id = run_id
+
+    def __repr__(self) -> str:
+        return f"Run({self.id!r})"
+
+    def __await__(self) -> Generator[Any, None, RunStatus]:
+        return asyncio.to_thread(self.result).__await__()
+
+    def status(self) -> RunStatus:
+        """Raises `NotFoundError` for an id that is not this tenant's."""
+        key = self._connection.key(f"w:{self.id}")
+        raw = self._connection.redis.hgetall(key)
+        if not raw:
+            raise NotFoundError(f"no run {self.id}", workload=self.id)
+        history = self._connection.redis.lrange(f"{key}:history", 0, -1)
+        return RunStatus(
+            run=self.id,
+            state=WorkloadState(raw["state"]),
+            policy=raw["policy"],
+            kind=raw["kind"],
+            step=int(raw["step"]),
+            total_steps=int(raw["total_steps"]) if "total_steps" in raw else None,
+            policy_version=int(raw.get("base_version", 0)) + int(raw["step"]),
+            checkpoint=raw.get("checkpoint"),
+            reason=json.loads(raw["reason"]) if raw.get("reason") else None,
+            created_s=int(raw["created"]) / 1000,
+            updated_s=int(raw["updated"]) / 1000,
+            history=tuple(json.loads(line) for line in history),
+        )
+
+    def events(self, *, follow: bool = True, poll_s: float = 1.0) -> Iterator[dict[str, Any]]:
+        """States and metrics in order; with `follow` until the run is over.
+
+        Each is a flat dict with `kind`: state, step, heldout or checkpoint.
+        """
+        stream = self._connection.key(f"w:{self.id}:events")
+        last = "0"
+        while True:
+            over = self.status().is_over
+            block = None if over or not follow else int(poll_s * 1000)
+            found = self._connection.redis.xread({stream: last}, count=1000, block=block)
+            for entry, fields in found[0][1] if found else []:
+                last = entry
+                yield json.loads(fields["event"])
+            if not found and (over or not follow):
+                return
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Step and held-out events so far, one per step and kind; a redone step counts once."""
+        kept: dict[tuple[str, int], dict[str, Any]] = {}
+        for event in self.events(follow=False):
+            if event["kind"] in ("step", "heldout"):
+                kept[event["kind"], event["step"]] = event
+        return sorted(kept.values(), key=lambda event: (event["step"], event["kind"] == "heldout"))
+
+    def result(self, timeout_s: float | None = None) -> RunStatus:
+        """Wait for the end. Raises `WorkloadFailedError` with the reason,
+        `WorkloadCancelledError`, or `ResultTimeoutError` (the run goes on)."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        pause = 0.05
+        while not (status := self.status()).is_over:
+            if end is not None and time.monotonic() >= end:
+                raise ResultTimeoutError(
+                    f"{self.id} is {status.state} at step {status.step} after {timeout_s:g} s; "
+                    "it goes on",
+                    workload=self.id,
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1.0)
+        if status.state is WorkloadState.FAILED:
+            reason = status.reason or {}
+            raise WorkloadFailedError(
+                f"{self.id} failed: {reason.get('message')}", workload=self.id, reason=reason
+            ) from to_error(reason)
+        if status.state is WorkloadState.CANCELLED:
+            raise WorkloadCancelledError(f"{self.id} was cancelled", workload=self.id)
+        return status
+
+    def cancel(self, *, timeout_s: float = 30.0) -> WorkloadState:
+        """Final. Returns the state it ended in, which may be an earlier end."""
+        answer = self._connection.call(
+            "ingress.cancel", timeout_s=timeout_s, shown=self.id, run=self.id
+        )
+        return WorkloadState(answer)

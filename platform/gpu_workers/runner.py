@@ -1,0 +1,307 @@
+"""A training worker's loop: lease a group from the ledger, train it, record what took effect.
+
+Between ledger, payload store, Training Model Service and checkpoints; each of them knows no other.
+Everything here may die at any line: what was not yet durable is restored and redone (`_mount`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import threading
+import time
+import uuid
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from vla_platform.control.ledger import Progress, TrainingJob
+from vla_platform.control.plan import Domain
+from vla_platform.control.services import Services
+from vla_platform.control.workloads import Prepared, load_prepared, load_spec
+from vla_platform.errors import LeaseLostError, LedgerError
+from vla_platform.gpu_workers.slots import SlotConfig, SlotState
+from vla_platform.gpu_workers.training import TrainingModelService, TrainItem, TrainResult
+from vla_platform.metrics.events import Event
+from vla_platform.specs import SFTSpec
+from vla_storage.checkpoint_types import Checkpoint, CheckpointHeader
+from vla_storage.checkpoints import CheckpointStore
+from vla_storage.errors import CodedError, PayloadError
+from vla_storage.manifests import Lineage, Manifest
+from vla_storage.retention import apply_retention
+from vla_storage.staging import CheckpointWriter
+
+_log = logging.getLogger(__name__)
+
+
+class _Mounted:
+    """What the runner remembers of a workload whose policy is in a slot."""
+
+    def __init__(self, spec: SFTSpec, prepared: Prepared, job: TrainingJob, parent: str | None):
+        self.spec = spec
+        self.prepared = prepared
+        self.workload = job.workload
+        self.slot_fence = job.slot_fence
+        self.parent = parent
+
+
+class TrainingRunner:
+    """One per GPU worker and base model. `drain` is called by one thread at a time."""
+
+    def __init__(
+        self, services: Services, service: TrainingModelService, *, base_model: str
+    ) -> None:
+        self._services = services
+        self._service = service
+        self._base_model = base_model
+        self.worker = f"gpu-{uuid.uuid4().hex[:12]}"
+        self._mounted: dict[str, _Mounted] = {}
+        self._leased: tuple[str, ...] = ()
+        self._stopping = threading.Event()
+        self._writer = CheckpointWriter(
+            services.settings.var / "staging", on_published=self._on_published
+        )
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heart.start()
+
+    def drain(self) -> dict[str, Any]:
+        """Train what is ready, for one slice. Returns counts for whoever watches."""
+        done = groups = 0
+        end = time.monotonic() + self._services.settings.slice_s
+        ledger, settings = self._services.ledger, self._services.settings
+        try:
+            while time.monotonic() < end and not self._stopping.is_set():
+                jobs = ledger.lease_group(
+                    self.worker,
+                    self._base_model,
+                    max_jobs=settings.max_group,
+                    lease_s=settings.lease_s,
+                )
+                if jobs:
+                    done += self.train(jobs)
+                    groups += 1
+                elif not ledger.wait_for_ready(self._base_model, timeout_s=0.2) and groups == 0:
+                    break
+        finally:
+            ledger.draining_ends(self._base_model)
+        return {"jobs": done, "groups": groups, "worker": self.worker}
+
+    def train(self, jobs: list[TrainingJob]) -> int:
+        """One group. Returns how many jobs took effect."""
+        self._leased = tuple(job.job_id for job in jobs)
+        ready: list[tuple[TrainingJob, TrainItem]] = []
+        for job in jobs:
+            try:
+                item = self._fetch(job)
+            except LedgerError as error:
+                _log.warning("action=job_dropped job=%s reason=%s", job.job_id, error)
+                self._forget(job.policy_key)
+            except CodedError as error:
+                self._fail(job, error)
+            else:
+                if item is not None:
+                    ready.append((job, item))
+        train = [pair for pair in ready if pair[0].domain == Domain.TRAIN]
+        outcomes = self._service.train_group([item for _, item in train])
+        done = 0
+        for (job, _), outcome in zip(train, outcomes, strict=True):
+            done += self._settle(job, outcome, kind="step")
+        for job, item in ready:
+            if job.domain == Domain.HELDOUT:
+                done += self._settle(job, self._heldout(item), kind="heldout")
+        self._leased = ()
+        for job in jobs:
+            self._services.payloads.clear(job.partition_id, job.tenant_id)
+        return done
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Warm shutdown: the running group ends, staged checkpoints are published."""
+        self._stopping.set()
+        self._writer.close(timeout_s)
+        self._heart.join(5)
+
+    def _fetch(self, job: TrainingJob) -> TrainItem | None:
+        mounted = self._mounted.get(job.policy_key)
+        fresh = mounted is None or mounted.workload != job.workload
+        if (job.mount or fresh) and self._mount(job):
+            return None
+        mounted = self._mounted[job.policy_key]
+        mounted.slot_fence = job.slot_fence
+        try:
+            columns = self._services.payloads.get(job.partition_id, job.tenant_id)
+        except PayloadError as error:
+            _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
+            slot = self._service.slot(job.policy_key)
+            self._services.ledger.rewind(
+                job, position=job.position, step=slot.step, samples_lost=True
+            )
+            return None
+        return TrainItem(job.policy_key, columns, mounted.spec.gradient_accumulation)
+
+    def _mount(self, job: TrainingJob) -> bool:
+        """Restore the newest checkpoint into a slot. True: work is redone, drop the job."""
+        tenant = job.tenant_id
+        spec = load_spec(self._services, tenant, job.workload)
+        prepared = load_prepared(self._services, tenant, job.workload)
+        store = self._store(tenant)
+        found = store.restore(spec.policy, job.workload)
+        config = SlotConfig(
+            policy_key=job.policy_key,
+            schema=prepared.schema,
+            action_module=spec.action_module,
+            optimizer=spec.optimizer,
+            total_steps=int(self._services.ledger.workload(job.workload)["total_steps"]),
+            seed=spec.seed,
+            trainable=spec.trainable,
+            statistics=prepared.statistics,
+            normalization=spec.dataset.normalization,
+        )
+        position = step = 0
+        parent = spec.init_from
+        if found is not None:
+            state = SlotState(found.module, found.optimizer, found.state)
+            self._service.mount(config, state=state)
+            position, step = found.manifest.position, found.manifest.step
+            parent = found.manifest.checkpoint_id
+            self._services.ledger.checkpointed(
+                job.workload, position=position, checkpoint=parent, step=step
+            )
+        else:
+            params = store.load(spec.init_from).module if spec.init_from else None
+            slot = self._service.mount(config, params=params)
+            slot.policy_version = job.base_version
+        self._mounted[job.policy_key] = _Mounted(spec, prepared, job, parent)
+        _log.info("action=slot_mounted policy=%s step=%d", job.policy_key, step)
+        rewound = self._services.ledger.rewind(job, position=position, step=step)
+        if rewound and position >= int(
+            self._services.ledger.workload(job.workload)["total_positions"]
+        ):
+            self._services.ledger.finish(job.workload)
+        return rewound
+
+    def _heldout(self, item: TrainItem) -> dict[str, Any] | CodedError:
+        try:
+            loss = self._service.heldout_loss(item.policy_key, item.columns)
+        except CodedError as error:
+            return error
+        return {"heldout_loss": loss, "step": self._service.slot(item.policy_key).step}
+
+    def _settle(
+        self, job: TrainingJob, outcome: TrainResult | dict[str, Any] | CodedError, *, kind: str
+    ) -> int:
+        if isinstance(outcome, CodedError):
+            self._fail(job, outcome)
+            return 0
+        values = asdict(outcome) if isinstance(outcome, TrainResult) else outcome
+        values = {**values, "job_id": job.job_id, "position": job.position, "fence": job.fence}
+        try:
+            progress = self._services.ledger.complete(job, step=values["step"], result=values)
+        except LedgerError as error:
+            _log.warning("action=effect_refused job=%s reason=%s", job.job_id, error)
+            self._forget(job.policy_key)
+            return 0
+        self._services.emitter.emit(
+            Event(tenant=job.tenant_id, workload=job.workload, kind=kind, values=values)
+        )
+        self._save_if_due(job, progress, is_step=kind == "step")
+        return 1
+
+    def _save_if_due(self, job: TrainingJob, progress: Progress, *, is_step: bool) -> None:
+        mounted = self._mounted[job.policy_key]
+        slot = self._service.slot(job.policy_key)
+        every = mounted.spec.checkpoint.every_steps
+        # The last step's checkpoint is the one that is taken when the plan is through.
+        due = is_step and slot.step % every == 0 and slot.step < slot.config.total_steps
+        if not (progress.through or due):
+            return
+        state = self._service.save(job.policy_key)
+        header = CheckpointHeader(
+            policy=mounted.spec.policy,
+            workload_id=job.workload,
+            step=slot.step,
+            policy_version=slot.policy_version,
+            position=job.position + 1,
+            lineage=Lineage(
+                spec_digest=self._services.ledger.workload(job.workload)["spec_digest"],
+                dataset_digest=mounted.prepared.dataset_digest,
+                base_digest=mounted.prepared.schema.base_digest,
+                schema_signature=mounted.prepared.schema.signature,
+                parent=mounted.parent,
+                versions={
+                    "torch": torch.__version__,
+                    "vla-platform": importlib.metadata.version("vla-platform"),
+                },
+            ),
+        )
+        checkpoint = Checkpoint(
+            header=header, module=state.module, optimizer=state.optimizer, state=state.scalars
+        )
+        self._writer.save(
+            self._store(job.tenant_id), checkpoint, guard=lambda: self._still_mine(job)
+        )
+        mounted.parent = f"{header.policy}/{header.workload_id}/{header.step}"
+
+    def _still_mine(self, job: TrainingJob) -> None:
+        """Right before a manifest: a cancelled run or a lost slot publishes nothing."""
+        ledger = self._services.ledger
+        state = ledger.workload(job.workload)["state"]
+        fence = ledger.client.hget(f"vla:policy:{job.policy_key}", "slot_fence")
+        if state != "running" or int(fence or 0) != job.slot_fence:
+            raise LeaseLostError(f"{job.workload} is {state}; its checkpoint is not published")
+
+    def _on_published(self, store: CheckpointStore, manifest: Manifest) -> None:
+        run = manifest.workload_id
+        ledger = self._services.ledger
+        ledger.checkpointed(
+            run,
+            position=manifest.position,
+            checkpoint=manifest.checkpoint_id,
+            step=manifest.step,
+        )
+        values = {
+            "step": manifest.step,
+            "checkpoint": manifest.checkpoint_id,
+            "policy_version": manifest.policy_version,
+            "size_bytes": manifest.size_bytes,
+        }
+        self._services.emitter.emit(
+            Event(tenant=store.tenant_id, workload=run, kind="checkpoint", values=values)
+        )
+        mounted = self._mounted.get(f"{store.tenant_id}/{manifest.policy}")
+        if mounted is not None:
+            rules = mounted.spec.checkpoint
+            apply_retention(
+                store,
+                manifest.policy,
+                keep_last=rules.keep_last,
+                milestone_every=rules.milestone_every or 0,
+                workload_id=run,
+            )
+        if manifest.position >= int(ledger.workload(run)["total_positions"]):
+            ledger.finish(run)
+
+    def _fail(self, job: TrainingJob, error: CodedError) -> None:
+        """One tenant's fault ends one tenant's run."""
+        _log.warning("action=run_failed workload=%s reason=%s", job.workload, error)
+        self._services.ledger.fail(job.workload, error.to_dict())
+        self._forget(job.policy_key)
+
+    def _forget(self, policy_key: str) -> None:
+        self._mounted.pop(policy_key, None)
+        self._service.unmount(policy_key)
+
+    def _store(self, tenant: str) -> CheckpointStore:
+        return CheckpointStore(
+            objects=self._services.objects,
+            tenant_id=tenant,
+            signing_key=self._services.signing_key,
+        )
+
+    def _beat(self) -> None:
+        lease_s = self._services.settings.lease_s
+        while not self._stopping.wait(lease_s / 4):
+            try:
+                self._services.ledger.heartbeat(self.worker, lease_s=lease_s, jobs=self._leased)
+            except CodedError as error:
+                _log.warning("action=heartbeat_failed reason=%s", error)

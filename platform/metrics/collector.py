@@ -1,0 +1,111 @@
+"""The metrics collector: drains the platform's event stream to S3 and serves Prometheus.
+
+    python -m vla_platform.metrics.collector
+
+Each batch becomes one JSON-lines object per workload, named by its first entry, then is
+acknowledged: after a crash the same entries make the same objects again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from collections import defaultdict
+from typing import Any
+
+import redis
+from prometheus_client import Counter, Gauge, start_http_server
+
+from vla_platform.metrics.events import PLATFORM_STREAM
+from vla_platform.settings import load_settings
+from vla_storage.errors import StorageError
+from vla_storage.objects import ObjectStore, S3ObjectStore
+
+GROUP, CONSUMER = "collector", "collector"
+BATCH, BLOCK_MS = 512, 1000
+
+STEPS = Counter("vla_steps_total", "Optimizer steps", ["tenant", "workload"])
+SAMPLES = Counter("vla_samples_total", "Training rows", ["tenant", "workload"])
+CACHE_HITS = Counter("vla_feature_cache_hits_total", "Rows whose features were known", ["tenant"])
+LOSS = Gauge("vla_loss", "Last training loss", ["tenant", "workload"])
+GROUP_SIZE = Gauge("vla_group_size", "Jobs in the last shared forward", [])
+READY = Gauge("vla_ready_jobs", "Training jobs that wait", ["base_model"])
+
+_log = logging.getLogger(__name__)
+Entry = tuple[str, dict[str, Any]]
+
+
+def collect(client: Any, objects: ObjectStore, *, block_ms: int = BLOCK_MS) -> int:
+    """One round: unacknowledged entries first, then new ones. Returns how many were stored."""
+    for start, wait in (("0", None), (">", block_ms)):
+        found = client.xreadgroup(GROUP, CONSUMER, {PLATFORM_STREAM: start}, BATCH, block=wait)
+        entries = found[0][1] if found else []
+        if entries:
+            _store(objects, [(entry, json.loads(fields["event"])) for entry, fields in entries])
+            client.xack(PLATFORM_STREAM, GROUP, *[entry for entry, _ in entries])
+            return len(entries)
+    return 0
+
+
+def open_group(client: Any) -> None:
+    try:
+        client.xgroup_create(PLATFORM_STREAM, GROUP, id="0", mkstream=True)
+    except redis.ResponseError as error:
+        if "BUSYGROUP" not in str(error):
+            raise
+
+
+def _store(objects: ObjectStore, entries: list[Entry]) -> None:
+    by_workload: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for entry, event in entries:
+        by_workload[event["tenant"], event["workload"]].append((entry, event))
+    for (tenant, workload), mine in by_workload.items():
+        lines = "".join(
+            json.dumps({"kind": e["kind"], "at": e["at"], **e["values"]}) + "\n" for _, e in mine
+        )
+        objects.put(f"{tenant}/workloads/{workload}/metrics/{mine[0][0]}.jsonl", lines.encode())
+        for _, event in mine:
+            _count(tenant, workload, event)
+
+
+def _count(tenant: str, workload: str, event: dict[str, Any]) -> None:
+    if event["kind"] != "step":
+        return
+    values = event["values"]
+    STEPS.labels(tenant, workload).inc()
+    SAMPLES.labels(tenant, workload).inc(values["samples"])
+    CACHE_HITS.labels(tenant).inc(values["cache_hits"])
+    LOSS.labels(tenant, workload).set(values["loss"])
+    GROUP_SIZE.set(values["group_size"])
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    settings = load_settings()
+    client: Any = redis.Redis.from_url(settings.redis_url, decode_responses=True, socket_timeout=15)
+    objects = S3ObjectStore(
+        settings.s3_bucket,
+        endpoint=settings.s3_endpoint,
+        access_key=settings.s3_access_key,
+        secret_key=settings.s3_secret_key,
+    )
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    signal.signal(signal.SIGINT, lambda *_: stopping.set())
+    start_http_server(settings.port or 9100, addr="127.0.0.1")
+    open_group(client)
+    while not stopping.is_set():
+        try:
+            collect(client, objects)
+            for base_model in client.hkeys("vla:bases"):
+                READY.labels(base_model).set(client.zcard(f"vla:ready:{base_model}"))
+        except (redis.RedisError, StorageError) as error:
+            _log.warning("action=collect_failed pid=%d reason=%s", os.getpid(), error)
+            stopping.wait(1.0)
+
+
+if __name__ == "__main__":
+    main()

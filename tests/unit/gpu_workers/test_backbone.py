@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vla_platform.errors import BackboneChangedError, ModuleLoadError
+from vla_platform.gpu_workers.backbone import Backbone, FeatureKind, digest_of
+from vla_platform.gpu_workers.canonical import CanonicalBatch, Row
+
+ALL = frozenset(FeatureKind)
+
+
+def make_batch(backbone: Backbone, prompts: list[str]) -> CanonicalBatch:
+    rng = np.random.default_rng(0)
+    rows = [
+        Row(images=rng.integers(0, 256, (1, 128, 128, 3), dtype=np.uint8), prompt=prompt)
+        for prompt in prompts
+    ]
+    layouts = [backbone.canonicalizer.layout(p, num_images=1, num_queries=0) for p in prompts]
+    return backbone.canonicalizer.batch(rows, layouts, length=64)
+
+
+def test_forward_equals_the_plain_model(backbone: Backbone) -> None:
+    batch = make_batch(backbone, ["go", "reach the red block"])
+
+    with torch.no_grad():
+        expected = backbone._model.model(
+            input_ids=torch.from_numpy(batch.input_ids),
+            attention_mask=torch.from_numpy(batch.attention_mask),
+            mm_token_type_ids=torch.from_numpy(batch.is_image.astype(np.int64)),
+            pixel_values=torch.from_numpy(batch.patches),
+            image_grid_thw=torch.from_numpy(batch.grid_thw),
+            use_cache=False,
+        ).last_hidden_state
+
+    hidden = backbone.forward(batch)[FeatureKind.HIDDEN]
+    own = torch.from_numpy(batch.attention_mask).bool()
+    assert torch.equal(expected[own], hidden[own])
+
+
+def test_every_kind_of_feature_has_its_shape(backbone: Backbone) -> None:
+    found = backbone.forward(make_batch(backbone, ["go", "reach the red block"]), ALL)
+    assert {
+        FeatureKind.HIDDEN: (2, 64, 128),
+        FeatureKind.LAYERS: (2, 4, 64, 128),
+        FeatureKind.KV: (2, 4, 2, 2, 64, 32),
+    } == {kind: tuple(value.shape) for kind, value in found.items()}
+
+
+def test_pre_norm_is_what_the_final_norm_takes(backbone: Backbone) -> None:
+    before = Backbone.load("tiny-random", feature="pre_norm")
+    batch = make_batch(backbone, ["go"])
+    hidden = before.forward(batch)[FeatureKind.HIDDEN]
+    normed = before._model.model.language_model.norm(hidden)
+    assert torch.equal(backbone.forward(batch)[FeatureKind.HIDDEN], normed)
+    assert before.digest == backbone.digest
+    assert before.preprocessing_digest != backbone.preprocessing_digest
+
+
+def test_the_digest_is_that_of_the_weights(backbone: Backbone) -> None:
+    again = Backbone.load("tiny-random")
+    assert again.digest == backbone.digest
+    with torch.no_grad():
+        again._model.lm_head.weight[0, 0] += 1
+    with pytest.raises(BackboneChangedError, match="has changed"):
+        again.verify()
+
+
+def test_buffers_count_in_the_digest() -> None:
+    module = torch.nn.BatchNorm1d(3)
+    before = digest_of(module)
+    module(torch.randn(4, 3))
+    assert before != digest_of(module)
+
+
+def test_features_carry_no_gradient_and_can_be_trained_on(backbone: Backbone) -> None:
+    hidden = backbone.forward(make_batch(backbone, ["go"]))[FeatureKind.HIDDEN]
+    layer = torch.nn.Linear(128, 1)
+    layer(hidden).sum().backward()
+    assert (False, False) == (hidden.requires_grad, hidden.is_inference())
+    assert all(parameter.grad is None for parameter in backbone._model.parameters())
+
+
+def test_training_mode_does_not_last(backbone: Backbone) -> None:
+    backbone._model.train()
+    backbone.forward(make_batch(backbone, ["go"]))
+    assert not any(module.training for module in backbone._model.modules())
+
+
+def test_loading_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    Backbone.load("tiny-random")
+    assert torch.equal(expected, torch.rand(3))
+
+
+def test_an_unknown_base_model_is_named() -> None:
+    with pytest.raises(ModuleLoadError, match="'/nowhere/model'"):
+        Backbone.load("/nowhere/model")
