@@ -4,13 +4,16 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ENV    := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 
-.PHONY: help env test test-all lint bench clean
+.PHONY: help env demo test test-all lint bench clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 env: $(VENV)/.ready  ## the environment: .venv with everything the platform and its tests need
 $(VENV)/.ready: pyproject.toml constraints/cpu.txt deploy/bootstrap.py
 	@$(PYTHON) deploy/bootstrap.py $(VENV)
+
+demo: env        ## two tenants fine-tune on one backbone; pictures in var/demo
+	@$(ENV) $(BIN)/python examples/demo.py $(ARGS)
 
 test: env        ## lint, types and the tests (starts the services they need)
 	@$(MAKE) --no-print-directory lint
@@ -21,8 +24,8 @@ test-all: env    ## the same and the tests that take minutes
 	$(ENV) $(BIN)/python -m pytest
 
 lint: env
-	$(BIN)/ruff check platform storage tests deploy
-	$(BIN)/ruff format --check platform storage tests deploy
+	$(BIN)/ruff check platform storage tests deploy examples benchmarks
+	$(BIN)/ruff format --check platform storage tests deploy examples benchmarks
 	$(BIN)/mypy
 
 bench: env       ## make bench NAME=sft_group ARGS=--quick

@@ -7,6 +7,7 @@ Each check raises `ConfigurationError` with what is wrong and what to change;
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -136,7 +137,7 @@ def check_clock(client: redis.Redis, *, wall_clock: Callable[[], float] = time.t
 def _probe_bytes(objects: ObjectStore, key: str) -> None:
     pattern = bytes(range(256)) + b"\r\n0;chunk-signature\r\n"
     for content in (b"", pattern, pattern * (_LARGE_BYTES // len(pattern))):
-        objects.put(key, content)
+        objects.put(key, content, sha256=hashlib.sha256(content).hexdigest())
         # Transfer framing or trailers stored inside the object would show in bytes and size.
         if objects.get(key) != content or objects.head(key).size != len(content):
             raise ConfigurationError(

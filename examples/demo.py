@@ -1,0 +1,206 @@
+"""Two tenants fine-tune on one resident backbone: `make demo`.
+
+`g1-lab` trains on a recording of a Unitree G1 where it is present (`--g1 FOLDER`), otherwise on a
+second set of our own; `reach-lab` on demonstrations of the built-in tabletop task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from vla_platform.cli.tenants import operator
+from vla_platform.client import Platform, Run
+from vla_platform.client.report import RunReport, write_report
+from vla_platform.datasets.recording import make_demonstrations
+from vla_platform.envs.tabletop import Tabletop
+from vla_platform.specs import parse_spec
+from vla_platform.stack import operate
+from vla_storage.checkpoints import CheckpointStore
+
+console = Console(highlight=False)
+
+
+def datasets(folder: Path, g1: Path | None) -> tuple[list[Path], str]:
+    """Make what we ship ourselves; returns the roots and the first tenant's dataset."""
+    if not (folder / "reach").exists():
+        make_demonstrations(folder / "reach", env=Tabletop(), episodes=60, seed=1)
+    if g1 is not None and g1.is_dir():
+        return [folder, g1.resolve().parent], g1.name
+    console.print(f"no G1 recording at {g1}: g1-lab trains on a second set of our own")
+    if not (folder / "go-to").exists():
+        second = Tabletop(cameras=("top",), gripper=False, sentences=("go to the {color} block",))
+        make_demonstrations(folder / "go-to", env=second, episodes=60, seed=2)
+    return [folder], "go-to"
+
+
+def specs(first: str, steps: int) -> dict[str, dict[str, Any]]:
+    shared = {"kind": "sft", "steps": steps, "batch_size": 8, "evaluate_every": max(steps // 4, 1)}
+    schedule = {"kind": "cosine", "warmup_steps": min(20, steps)}
+    return {
+        "g1-lab": {
+            **shared,
+            "policy": "pick-bottle",
+            "dataset": {"path": first},
+            "optimizer": {"lr": 5e-4, "weight_decay": 0.01, "schedule": schedule},
+        },
+        "reach-lab": {
+            **shared,
+            "policy": "reach",
+            "dataset": {"path": "reach"},
+            "optimizer": {"lr": 1e-3, "schedule": schedule},
+        },
+    }
+
+
+def follow(run: Run, progress: Progress, task: TaskID) -> None:
+    for event in run.events():
+        if event["kind"] == "step":
+            progress.update(
+                task,
+                completed=event["step"],
+                description=f"{run._connection.tenant} loss {event['loss']:.4f}",
+            )
+
+
+def tenant_report(
+    run: Run, platform: Platform, store: CheckpointStore, policy: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    status, events = run.status(), run.metrics()
+    losses = [event["loss"] for event in events if event["kind"] == "step"]
+    heldout = [event["heldout_loss"] for event in events if event["kind"] == "heldout"]
+    manifest = store.verify(status.checkpoint or "")
+    assert policy == manifest.policy
+    return {
+        "run": run.id,
+        "steps": status.step,
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "heldout_first": heldout[0],
+        "heldout_last": heldout[-1],
+        "policy_version": manifest.policy_version,
+        "checkpoint": status.checkpoint,
+        "manifest_ok": True,  # `verify` raises otherwise: signature, sizes and digests
+    }, events
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--var", type=Path, default=Path("var"), help="the stack's state")
+    parser.add_argument("--g1", type=Path, default=Path("../shared/data/g1_pick_bottle"))
+    parser.add_argument("--steps", type=int, default=200)
+    arguments = parser.parse_args()
+    out = arguments.var / "demo"
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    roots, first = datasets(arguments.var / "datasets", arguments.g1)
+    try:
+        console.print("starting the stack")
+        operate.up(
+            arguments.var,
+            dataset_roots=":".join(str(root.resolve()) for root in roots),
+            timeout_s=240,
+            on_progress=lambda role, state: console.print(f"  {role}: {state}"),
+        )
+        run_demo(arguments.var, out, specs(first, arguments.steps), arguments.steps)
+    finally:
+        console.print("stopping the stack")
+        operate.down(arguments.var)
+
+
+def run_demo(var: Path, out: Path, wanted: dict[str, dict[str, Any]], steps: int) -> None:
+    started = time.monotonic()
+    with operator(var) as admin:
+        names = {f"{tenant}-{int(time.time()) % 100000}": spec for tenant, spec in wanted.items()}
+        platforms = {tenant: Platform(admin.add(tenant)) for tenant in names}
+        runs = {tenant: platforms[tenant].submit(spec) for tenant, spec in names.items()}
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, console=console) as progress:
+            threads = [
+                threading.Thread(
+                    target=follow, args=(run, progress, progress.add_task(tenant, total=steps))
+                )
+                for tenant, run in runs.items()
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        report: dict[str, Any] = {"tenants": {}}
+        reports, all_events = [], []
+        key = admin.info.signing_key_file.read_bytes().strip()
+        for (tenant, run), spec in zip(runs.items(), names.values(), strict=True):
+            run.result(timeout_s=60)
+            store = CheckpointStore(objects=admin.objects, tenant_id=tenant, signing_key=key)
+            summary, events = tenant_report(run, platforms[tenant], store, spec["policy"])
+            report["tenants"][tenant.rsplit("-", 1)[0]] = summary
+            all_events += events
+            checkpoints = [
+                {"checkpoint": one.checkpoint_id, "step": one.step, "size_bytes": one.size_bytes}
+                for one in platforms[tenant].checkpoints(spec["policy"])
+            ]
+            reports.append(
+                RunReport(
+                    tenant=tenant,
+                    policy=spec["policy"],
+                    workload_id=run.id,
+                    spec=parse_spec(spec).model_dump(mode="json"),
+                    events=events,
+                    checkpoints=checkpoints,
+                    summary=summary,
+                )
+            )
+        steps_seen = [event for event in all_events if event["kind"] == "step"]
+        shared = sum(1 / event["group_size"] for event in steps_seen if event["group_size"] > 1)
+        report |= {
+            # A group's forwards stand in the event of each of its members.
+            "backbone_forwards": round(
+                sum(event["backbone_forwards"] / event["group_size"] for event in steps_seen)
+            ),
+            "samples": sum(event["samples"] for event in steps_seen),
+            "grouped_forwards": round(shared),
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        for platform in platforms.values():
+            platform.close()
+    paths = write_report(out, reports)
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    show(report, paths.html, list(paths.curves.values()), out)
+
+
+def show(report: dict[str, Any], page: Path, curves: list[Path], out: Path) -> None:
+    table = Table(title="one backbone, two tenants")
+    for name in ("tenant", "steps", "loss", "held-out loss", "version", "checkpoint", "manifest"):
+        table.add_column(name)
+    for tenant, row in report["tenants"].items():
+        table.add_row(
+            tenant,
+            str(row["steps"]),
+            f"{row['loss_first']:.4f} → {row['loss_last']:.4f}",
+            f"{row['heldout_first']:.4f} → {row['heldout_last']:.4f}",
+            str(row["policy_version"]),
+            row["checkpoint"],
+            "ok" if row["manifest_ok"] else "BAD",
+        )
+    console.print(table)
+    console.print(
+        f"{report['samples']} samples, {report['backbone_forwards']} backbone forwards, "
+        f"{report['grouped_forwards']} shared by both tenants, {report['seconds']} s"
+    )
+    console.print(f"report: {page}, numbers: {out / 'report.json'}, curves:")
+    for curve in curves:
+        console.print(f"  {curve}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The `vla` command: run the stack, look after tenants, submit and watch runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from vla_platform.cli import checkpoints, runs, tenants
+from vla_platform.cli.output import Format, console, emit, progress_line, table_of
+from vla_platform.errors import SpecError
+from vla_platform.specs import json_schema, parse_spec_yaml
+from vla_storage.errors import CodedError, Fault
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Post-training of vision-language-action policies for many tenants on one backbone.\n\n"
+    "Operators begin with `vla up`, tenants with `vla check FILE.yaml` and `vla submit`.",
+    pretty_exceptions_enable=False,
+)
+app.add_typer(runs.app, name="runs")
+app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(tenants.app, name="tenants")
+app.command("submit")(runs.submit)
+
+Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
+
+
+@app.command()
+def up(
+    var: Var = Path("var"),
+    dataset_root: Annotated[
+        list[Path] | None, typer.Option(help="folder whose datasets specs may name; repeatable")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="give up after this long")] = 180.0,
+) -> None:
+    """Start the platform on this machine and wait until every process is ready."""
+    from vla_platform.stack.operate import up as start
+
+    roots = ":".join(str(root.resolve()) for root in dataset_root or [])
+    info = start(var, dataset_roots=roots, timeout_s=timeout_s, on_progress=progress_line)
+    console.print(f"ready. Flower: {info.flower_url} (user {info.flower_user}, password in")
+    console.print(f"{var}/credentials.json); metrics: {info.metrics_url}; stop: vla down")
+
+
+@app.command()
+def down(var: Var = Path("var")) -> None:
+    """Stop the platform; nothing is left running, data stay."""
+    from vla_platform.stack.operate import down as stop
+
+    leftovers = stop(var)
+    console.print("stopped" + (f"; {leftovers} leftovers ended" if leftovers else ""))
+
+
+@app.command()
+def status(var: Var = Path("var"), format: Format = "table") -> None:
+    """Each process: state, pid, uptime."""
+    from vla_platform.stack.operate import status as look
+
+    rows = [
+        {
+            "role": one.role,
+            "state": str(one.state),
+            "pid": one.pid,
+            "uptime_s": round(one.uptime_s),
+            "detail": one.detail,
+        }
+        for one in look(var)
+    ]
+    emit(rows, format, table_of(rows))
+
+
+@app.command()
+def logs(
+    role: Annotated[str, typer.Argument(help="such as gpu, control, sft; see `vla status`")],
+    var: Var = Path("var"),
+    follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
+    lines: int = 200,
+) -> None:
+    """The log of one process."""
+    from vla_platform.stack.operate import logs as read
+
+    for line in read(var, role, follow=follow, lines=lines):
+        typer.echo(line)
+
+
+@app.command()
+def check(
+    file: Annotated[Path | None, typer.Argument(help="a spec in YAML or JSON")] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="show the spec with every default filled in")
+    ] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="print the JSON Schema")] = False,
+) -> None:
+    """Validate a spec without sending it."""
+    if schema:
+        emit(json_schema(), "json", Table())
+        return
+    if file is None:
+        raise SpecError("name a FILE.yaml to check, or use --schema", problems=[])
+    spec = parse_spec_yaml(file.read_text())
+    if print_config:
+        emit(spec.model_dump(mode="json"), "json", Table())
+    else:
+        console.print(f"{file}: a valid {spec.kind} spec for policy {spec.policy}")
+
+
+def main() -> None:
+    """Run the command; an expected error becomes one line; exit status 2 user, 1 platform."""
+    try:
+        app()
+    except CodedError as error:
+        retry = " Retrying may help." if error.retryable else ""
+        print(f"vla: {error.message}{retry} [{error.code}]", file=sys.stderr)
+        sys.exit(2 if error.fault is Fault.USER else 1)
+    except OSError as error:
+        print(f"vla: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

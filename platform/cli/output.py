@@ -1,0 +1,51 @@
+"""What every command prints: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vla_platform.client import Platform
+from vla_platform.errors import ConfigurationError
+
+console = Console(highlight=False)
+
+Format = Annotated[Literal["table", "json"], typer.Option("--format", help="table or json")]
+Url = Annotated[
+    str,
+    typer.Option("--url", envvar="VLA_URL", help="your platform URL, from `vla tenants add`"),
+]
+
+
+def connect(url: str) -> Platform:
+    if not url:
+        raise ConfigurationError("no platform URL: set VLA_URL, or pass --url")
+    return Platform(url)
+
+
+def emit(value: Any, format: str, table: Table) -> None:
+    if format == "json":
+        typer.echo(json.dumps(value, indent=2, default=str))
+    else:
+        console.print(table)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
+    """Columns from the first row's keys; text is never read as markup."""
+    table = Table(title=title)
+    for name in rows[0] if rows else ["nothing here yet"]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(
+            *["" if value is None else str(value).replace("[", r"\[") for value in row.values()]
+        )
+    return table
+
+
+def progress_line(role: str, state: str) -> None:
+    console.print(f"  {role}: {state}")
