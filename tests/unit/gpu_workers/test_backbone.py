@@ -41,11 +41,11 @@ def test_forward_equals_the_plain_model(backbone: Backbone) -> None:
 
 def test_every_kind_of_feature_has_its_shape(backbone: Backbone) -> None:
     found = backbone.forward(make_batch(backbone, ["go", "reach the red block"]), ALL)
-    assert {
+    assert {kind: tuple(value.shape) for kind, value in found.items()} == {
         FeatureKind.HIDDEN: (2, 64, 128),
         FeatureKind.LAYERS: (2, 4, 64, 128),
         FeatureKind.KV: (2, 4, 2, 2, 64, 32),
-    } == {kind: tuple(value.shape) for kind, value in found.items()}
+    }
 
 
 def test_pre_norm_is_what_the_final_norm_takes(backbone: Backbone) -> None:
@@ -78,7 +78,7 @@ def test_features_carry_no_gradient_and_can_be_trained_on(backbone: Backbone) ->
     hidden = backbone.forward(make_batch(backbone, ["go"]))[FeatureKind.HIDDEN]
     layer = torch.nn.Linear(128, 1)
     layer(hidden).sum().backward()
-    assert (False, False) == (hidden.requires_grad, hidden.is_inference())
+    assert (hidden.requires_grad, hidden.is_inference()) == (False, False)
     assert all(parameter.grad is None for parameter in backbone._model.parameters())
 
 

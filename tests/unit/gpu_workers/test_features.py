@@ -70,17 +70,33 @@ def test_every_group_size_gives_the_same_bits(backbone: Backbone) -> None:
         assert all(torch.equal(a, b) for a, b in zip(whole, part, strict=False)), size
 
 
+def test_bfloat16_rows_are_bit_equal_too(backbone: Backbone) -> None:
+    base = Backbone.load("tiny-random", dtype=torch.bfloat16)
+    rows = [make_row(1 + seed % 2, 5, 8, FeatureKind.QUERIES, seed) for seed in range(9)]
+    kinds = [FeatureKind.QUERIES] * len(rows)
+    grouped = FeatureEncoder(base).encode(rows, kinds).features
+    exact = FeatureEncoder(backbone).encode(rows, kinds).features
+    for row, feature, reference in zip(rows, grouped, exact, strict=True):
+        assert torch.equal(
+            feature, FeatureEncoder(base).encode([row], [FeatureKind.QUERIES]).features[0]
+        )
+        error = (feature.float() - reference).norm() / reference.norm()
+        assert float(error) < 5e-2
+    # Loaded, not cast: a cast would have rounded the rotary table as well.
+    assert base._model.model.language_model.rotary_emb.inv_freq.dtype is torch.float32
+
+
 def test_rows_of_one_length_share_a_forward(backbone: Backbone) -> None:
     rows = [make_row(1, 3, 8, FeatureKind.QUERIES, seed) for seed in range(4)]
     rows.append(make_row(3, 3, 8, FeatureKind.QUERIES, 9))
     encoded = FeatureEncoder(backbone).encode(rows, [FeatureKind.QUERIES] * 5)
-    assert 2 == encoded.num_forwards
+    assert encoded.num_forwards == 2
 
 
 def test_large_groups_are_cut(backbone: Backbone) -> None:
     rows = [make_row(1, 3, 8, FeatureKind.QUERIES, seed) for seed in range(5)]
     encoded = FeatureEncoder(backbone, max_rows=2).encode(rows, [FeatureKind.QUERIES] * 5)
-    assert (3, 5) == (encoded.num_forwards, len(encoded.features))
+    assert (encoded.num_forwards, len(encoded.features)) == (3, 5)
 
 
 def test_cached_features_equal_fresh_ones(backbone: Backbone) -> None:
@@ -92,8 +108,8 @@ def test_cached_features_equal_fresh_ones(backbone: Backbone) -> None:
 
     again = encoder.encode(rows, kinds)
 
-    assert [True, True, True, False] == again.hit
-    assert 1 == again.num_forwards
+    assert again.hit == [True, True, True, False]
+    assert again.num_forwards == 1
     assert all(torch.equal(a, b) for a, b in zip(fresh.features, again.features, strict=True))
 
 
@@ -101,7 +117,7 @@ def test_equal_rows_of_a_group_are_encoded_once(backbone: Backbone) -> None:
     row = make_row(1, 3, 8, FeatureKind.QUERIES, 0)
     encoder = FeatureEncoder(backbone, cache=FeatureCache())
     encoded = encoder.encode([row, row, row], [FeatureKind.QUERIES] * 3)
-    assert (1, [False, True, True]) == (encoder.num_rows_encoded, encoded.hit)
+    assert (encoder.num_rows_encoded, encoded.hit) == (1, [False, True, True])
     assert torch.equal(encoded.features[0], encoded.features[2])
 
 
@@ -111,7 +127,7 @@ def test_a_cache_that_is_off_changes_nothing(backbone: Backbone) -> None:
     first = encoder.encode([row, row], [FeatureKind.QUERIES] * 2)
     second = encoder.encode([row], [FeatureKind.QUERIES])
     assert torch.equal(first.features[0], second.features[0])
-    assert 2 == encoder.num_forwards
+    assert encoder.num_forwards == 2
 
 
 def test_the_cache_stays_within_its_bound_and_drops_the_oldest() -> None:
@@ -121,14 +137,14 @@ def test_the_cache_stays_within_its_bound_and_drops_the_oldest() -> None:
         cache.put(name, feature)
     assert cache.get(b"a") is not None
     cache.put(b"d", feature)
-    assert [True, False, True, True] == [cache.get(k) is not None for k in (b"a", b"b", b"c", b"d")]
+    assert [cache.get(k) is not None for k in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
     assert cache.statistics.size_bytes <= cache.max_bytes
-    assert (3, 1) == (cache.statistics.num_entries, cache.statistics.evictions)
-    assert (4, 1) == (cache.statistics.hits, cache.statistics.misses)
+    assert (cache.statistics.num_entries, cache.statistics.evictions) == (3, 1)
+    assert (cache.statistics.hits, cache.statistics.misses) == (4, 1)
     cache.put(b"big", torch.zeros(10**6))
     assert cache.get(b"big") is None
     cache.clear()
-    assert 0 == cache.statistics.size_bytes
+    assert cache.statistics.size_bytes == 0
 
 
 def test_the_key_covers_all_that_features_depend_on() -> None:
@@ -157,7 +173,7 @@ def test_stacked_rows_are_padded_on_the_left_and_masked() -> None:
     rows = [torch.ones(3, 2), torch.full((5, 2), 2.0)]
     feature = stack_features(rows, FeatureKind.HIDDEN)
     assert feature.mask is not None
-    assert (2, 32, 2) == tuple(feature.values.shape)
-    assert [3, 5] == feature.mask.sum(dim=1).tolist()
+    assert tuple(feature.values.shape) == (2, 32, 2)
+    assert feature.mask.sum(dim=1).tolist() == [3, 5]
     assert torch.equal(feature.values[1, -5:], rows[1])
-    assert 0.0 == float(feature.values[~feature.mask].abs().sum())
+    assert float(feature.values[~feature.mask].abs().sum()) == 0.0
