@@ -101,8 +101,8 @@ class CheckpointStore:
         prefix = self.folder(ref)
         entries = []
         for name, body in bodies.items():
-            etag = self.objects.put(prefix + planned[name].relative_key, body)
             entry = planned[name]
+            etag = self.objects.put(prefix + entry.relative_key, body, sha256=entry.sha256)
             entries.append(ObjectEntry(name=name, size=entry.size, sha256=entry.sha256, etag=etag))
             self._reach("checkpoint.object")
         manifest = self._manifest(header, entries)

@@ -33,9 +33,17 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def put(
-        self, key: str, data: Body, *, if_absent: bool = False, if_match: str | None = None
+        self,
+        key: str,
+        data: Body,
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+        sha256: str | None = None,
     ) -> str:
         """Write one object, whole or not at all; returns its etag.
+
+        The store compares what arrives with `sha256` (hex); without it, a digest is computed here.
 
         Raises `ObjectExistsError` where `if_absent` finds one, `ObjectChangedError` where the
         object is no longer the one with the etag `if_match`.

@@ -12,6 +12,7 @@ from vla_storage.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     ObjectTooLargeError,
+    StorageUnavailableError,
 )
 from vla_storage.names import check_key
 from vla_storage.objects.base import Body, ObjectInfo, ObjectStore
@@ -23,10 +24,18 @@ class MemoryObjectStore(ObjectStore):
         self._lock = threading.Lock()
 
     def put(
-        self, key: str, data: Body, *, if_absent: bool = False, if_match: str | None = None
+        self,
+        key: str,
+        data: Body,
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+        sha256: str | None = None,
     ) -> str:
         check_key(key)
         content = data if isinstance(data, bytes) else data.read_bytes()
+        if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            raise StorageUnavailableError(f"{key} arrived damaged", key=key)
         etag = f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
         with self._lock:
             current = self._objects.get(key)

@@ -1,9 +1,9 @@
 """An object store on S3 or anything that speaks it with conditional writes, through boto3.
 
-Bodies go out in one PUT (S3 takes up to 5 GB) with a Content-MD5, so an object is either absent or
-whole, and a writer that dies leaves no open multipart upload. The newer
-default checksums (CRC32 trailers) and the payload signature are off: both copy and hash the body
-again, and on stores that do not know trailers they alter it (boto/boto3#4398, #4435).
+Bodies go out in one PUT (S3 takes up to 5 GB) with a digest that the store checks, so an object is
+either absent or whole, and a writer that dies leaves no open multipart upload. The newer default
+checksums (CRC32 trailers) and the payload signature are off: both copy and hash the body again, and
+stores that do not know trailers alter it (boto/boto3#4398, #4435).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from vla_storage.objects.base import Body, ObjectInfo, ObjectStore
 
 _NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
 _CONDITION = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
-_BUSY = {"SlowDown", "RequestTimeout", "ServiceUnavailable", "InternalError"}
+_BUSY = {"SlowDown", "RequestTimeout", "ServiceUnavailable", "InternalError", "BadDigest"}
 _CHUNK = 1 << 20
+_READ_BYTES = 4 << 20
 
 
 def s3_client(
@@ -90,7 +92,13 @@ class S3ObjectStore(ObjectStore):
         )
 
     def put(
-        self, key: str, data: Body, *, if_absent: bool = False, if_match: str | None = None
+        self,
+        key: str,
+        data: Body,
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+        sha256: str | None = None,
     ) -> str:
         check_key(key)
         condition: dict[str, str] = {}
@@ -99,9 +107,11 @@ class S3ObjectStore(ObjectStore):
         if if_match is not None:
             condition["IfMatch"] = if_match
         with contextlib.ExitStack() as stack, _translated(key, if_match is not None):
-            body: Any = data if isinstance(data, bytes) else stack.enter_context(data.open("rb"))
+            body: Any = data
+            if isinstance(data, Path):
+                body = stack.enter_context(_LargeReads(io.FileIO(data)))
             reply = self._client.put_object(
-                Bucket=self.bucket, Key=key, Body=body, ContentMD5=_md5(data), **condition
+                Bucket=self.bucket, Key=key, Body=body, **_digest(data, sha256), **condition
             )
         return str(reply["ETag"])
 
@@ -143,7 +153,21 @@ class S3ObjectStore(ObjectStore):
         self._client.close()
 
 
-def _md5(data: Body) -> str:
+class _LargeReads(io.BufferedReader):
+    """A file that answers reads of any size with up to 4 MB.
+
+    The HTTP client asks for 16 KB at a time, and every time it takes the interpreter lock from
+    the thread that trains.
+    """
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(size if size is None or size < 0 else max(size, _READ_BYTES))
+
+
+def _digest(data: Body, sha256: str | None) -> dict[str, str]:
+    """The header by which the store checks what arrives; a known SHA-256 saves hashing again."""
+    if sha256 is not None:
+        return {"ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode()}
     digest = hashlib.md5(usedforsecurity=False)
     if isinstance(data, Path):
         with data.open("rb") as source:
@@ -151,7 +175,7 @@ def _md5(data: Body) -> str:
                 digest.update(chunk)
     else:
         digest.update(data)
-    return base64.b64encode(digest.digest()).decode()
+    return {"ContentMD5": base64.b64encode(digest.digest()).decode()}
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import redis
@@ -120,26 +121,20 @@ def test_an_absent_service_is_unavailable_and_a_retry_helps(control_redis_url: s
 
 
 class IgnoresAbsence(MemoryObjectStore):
-    def put(
-        self, key: str, data: Body, *, if_absent: bool = False, if_match: str | None = None
-    ) -> str:
-        return super().put(key, data, if_match=if_match)
+    def put(self, key: str, data: Body, **options: Any) -> str:
+        return super().put(key, data, **{**options, "if_absent": False})
 
 
 class IgnoresMatch(MemoryObjectStore):
-    def put(
-        self, key: str, data: Body, *, if_absent: bool = False, if_match: str | None = None
-    ) -> str:
-        return super().put(key, data, if_absent=if_absent)
+    def put(self, key: str, data: Body, **options: Any) -> str:
+        return super().put(key, data, **{**options, "if_match": None})
 
 
 class StoresTrailers(MemoryObjectStore):
-    def put(
-        self, key: str, data: Body, *, if_absent: bool = False, if_match: str | None = None
-    ) -> str:
+    def put(self, key: str, data: Body, **options: Any) -> str:
         content = data if isinstance(data, bytes) else data.read_bytes()
         framed = b"%x\r\n%s\r\n0\r\nx-amz-checksum-crc32:AAAA\r\n" % (len(content), content)
-        return super().put(key, framed, if_absent=if_absent, if_match=if_match)
+        return super().put(key, framed, **{**options, "sha256": None})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,19 @@ def test_get_returns_what_put_wrote(objects: ObjectStore, tmp_path: Path) -> Non
     assert (source.read_bytes(), etag) == objects.get_with_etag("a/from-file")
     assert objects.get("a/empty") == b""
     assert (2 << 20, etag) == (objects.head("a/from-file").size, objects.head("a/from-file").etag)
+
+
+def test_f60_content_that_does_not_match_its_digest_is_not_stored(
+    objects: ObjectStore, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"right" * 1000)
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    objects.put("a/right", source, sha256=digest)
+
+    with pytest.raises(StorageUnavailableError):
+        objects.put("a/wrong", b"wrong", sha256=digest)
+    assert [item.key for item in objects.list("a/")] == ["a/right"]
 
 
 def test_list_is_in_key_order_and_stays_below_the_prefix(objects: ObjectStore) -> None:

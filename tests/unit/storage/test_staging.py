@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,15 +29,13 @@ class SlowObjects(MemoryObjectStore):
         self.tries = 0
         self._wait = wait
 
-    def put(
-        self, key: str, data: Body, *, if_absent: bool = False, if_match: str | None = None
-    ) -> str:
+    def put(self, key: str, data: Body, **options: Any) -> str:
         self.tries += 1
         if self._wait:
             self.open.wait(10)
         elif not self.open.is_set():
             raise StorageUnavailableError("503")
-        return super().put(key, data, if_absent=if_absent, if_match=if_match)
+        return super().put(key, data, **options)
 
 
 def store(objects: MemoryObjectStore, tenant: str = "a") -> CheckpointStore:
