@@ -58,6 +58,7 @@ class TrainingRunner:
         self.worker = f"gpu-{uuid.uuid4().hex[:12]}"
         self._mounted: dict[str, _Mounted] = {}
         self._leased: tuple[str, ...] = ()
+        self._group = ""
         self._stopping = threading.Event()
         self._writer = CheckpointWriter(
             services.settings.var / "staging", on_published=self._on_published
@@ -90,6 +91,7 @@ class TrainingRunner:
     def train(self, jobs: list[TrainingJob]) -> int:
         """One group. Returns how many jobs took effect."""
         self._leased = tuple(job.job_id for job in jobs)
+        self._group = uuid.uuid4().hex[:12]
         ready: list[tuple[TrainingJob, TrainItem]] = []
         for job in jobs:
             try:
@@ -195,6 +197,7 @@ class TrainingRunner:
             return 0
         values = asdict(outcome) if isinstance(outcome, TrainResult) else outcome
         values = {**values, "job_id": job.job_id, "position": job.position, "fence": job.fence}
+        values["group"] = self._group
         try:
             progress = self._services.ledger.complete(job, step=values["step"], result=values)
         except LedgerError as error:

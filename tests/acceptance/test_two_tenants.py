@@ -1,0 +1,213 @@
+"""The whole platform on one machine: two tenants, one backbone, and processes that die.
+
+Real processes under the supervisor, real Valkeys, a real S3; the random base model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis
+
+from vla_platform.cli.tenants import Operator, operator
+from vla_platform.client import Platform, Run
+from vla_platform.datasets.recording import make_demonstrations
+from vla_platform.envs.tabletop import Tabletop
+from vla_platform.errors import (
+    ConflictError,
+    DatasetError,
+    NotFoundError,
+    SpecError,
+    WorkloadCancelledError,
+)
+from vla_platform.stack import operate
+from vla_storage.checkpoints import CheckpointStore
+from vla_storage.errors import StorageAccessError
+
+STEPS = 30
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def stack(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, Operator, dict[str, Platform]]]:
+    folder = tmp_path_factory.mktemp("stack")
+    make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=12, seed=0)
+    one = Tabletop(cameras=("top",), gripper=False, sentences=("go to the {color} block",))
+    make_demonstrations(folder / "data" / "go-to", env=one, episodes=12, seed=1)
+    var = folder / "var"
+    environment = {**os.environ, "VLA_BASE_MODELS": "tiny=tiny-random"}
+    try:
+        operate.up(var, environment=environment, dataset_roots=str(folder / "data"), timeout_s=180)
+        with operator(var) as admin:
+            platforms = {name: Platform(admin.add(name)) for name in ("a", "ab")}
+            yield var, admin, platforms
+            for platform in platforms.values():
+                platform.close()
+    finally:
+        operate.down(var)
+
+
+def spec(policy: str, path: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "kind": "sft",
+        "policy": policy,
+        "dataset": {"path": path, "heldout_samples": 8},
+        "steps": STEPS,
+        "batch_size": 4,
+        "checkpoint": {"every_steps": 10},
+        **changes,
+    }
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in run.metrics() if event["kind"] == "step"}
+
+
+def digests(admin: Operator, tenant: str, checkpoint: str | None) -> dict[str, str]:
+    key = admin.info.signing_key_file.read_bytes().strip()
+    store = CheckpointStore(objects=admin.objects, tenant_id=tenant, signing_key=key)
+    return {one.name: one.sha256 for one in store.verify(checkpoint or "").objects}
+
+
+def kill(var: Path, role: str) -> int:
+    """SIGKILL a role's process; returns the pid it had."""
+    pid = next(one.pid for one in operate.status(var) if one.role == role)
+    assert pid is not None
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+    return pid
+
+
+def at_step(run: Run, step: int) -> None:
+    for event in run.events():
+        if event["kind"] == "step" and event["step"] >= step:
+            return
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack) -> dict[str, Run]:
+    """Each tenant alone, one after the other: what every other run has to equal."""
+    _, _, platforms = stack
+    runs = {}
+    for tenant, path in (("a", "reach"), ("ab", "go-to")):
+        runs[tenant] = platforms[tenant].submit(spec("alone", path))
+        runs[tenant].result(TIMEOUT_S)
+    return runs
+
+
+def test_a_run_learns_and_ends_with_a_verified_checkpoint(stack, undisturbed):
+    _, admin, platforms = stack
+    for tenant, run in undisturbed.items():
+        status = run.status()
+        assert status.step == STEPS
+        assert list(losses(run)) == list(range(1, STEPS + 1))
+        heldout = [e["heldout_loss"] for e in run.metrics() if e["kind"] == "heldout"]
+        assert heldout[-1] < heldout[0]
+        assert len(digests(admin, tenant, status.checkpoint)) == 3
+        assert platforms[tenant].verify(status.checkpoint).step == STEPS
+        states = [event["state"] for event in status.history]
+        assert states == ["pending", "running", "succeeded"]
+
+
+def test_together_equals_alone_to_the_bit(stack, undisturbed):
+    _, admin, platforms = stack
+    runs = {
+        tenant: platforms[tenant].submit(spec("together", path))
+        for tenant, path in (("a", "reach"), ("ab", "go-to"))
+    }
+    for tenant, run in runs.items():
+        status = run.result(TIMEOUT_S)
+        alone = undisturbed[tenant]
+        assert losses(run) == losses(alone)
+        mine = digests(admin, tenant, status.checkpoint)
+        theirs = digests(admin, tenant, alone.status().checkpoint)
+        for name in ("module.safetensors", "optimizer.safetensors"):
+            assert mine[name] == theirs[name]
+    assert max(event.get("group_size", 0) for event in runs["a"].metrics()) == 2
+
+
+@pytest.mark.parametrize("role", ["gpu", "sft", "control"])
+def test_a_killed_worker_changes_no_number(stack, undisturbed, role: str):
+    """F03-F05, F23: both runs finish, each step took effect once, losses equal the undisturbed."""
+    var, admin, platforms = stack
+    runs = {
+        tenant: platforms[tenant].submit(spec(f"kill-{role}", path))
+        for tenant, path in (("a", "reach"), ("ab", "go-to"))
+    }
+    at_step(runs["a"], 1 if role == "control" else 13)
+    kill(var, role)
+    for tenant, run in runs.items():
+        run.result(TIMEOUT_S)
+        assert losses(run) == losses(undisturbed[tenant])
+        assert list(admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
+
+
+def test_bad_requests_are_refused_and_leave_nothing(stack):
+    _, _, platforms = stack
+    before = len(platforms["a"].runs())
+    with pytest.raises(SpecError, match="batch_size"):
+        platforms["a"].submit(spec("p", "reach", batch_size=0))
+    with pytest.raises(SpecError, match="not served"):
+        platforms["a"].submit(spec("p", "reach", base_model="huge"))
+    for path in ("../secret", "/etc", "file:///etc/passwd", "nowhere", "s3://other/x"):
+        with pytest.raises(DatasetError):
+            platforms["a"].submit(spec("p", path))
+    with pytest.raises(DatasetError, match="no feature"):
+        platforms["a"].submit(spec("p", "reach", dataset={"path": "reach", "action": "torque"}))
+    assert len(platforms["a"].runs()) == before
+
+
+def test_submit_is_idempotent_b07_b08(stack):
+    _, _, platforms = stack
+    wanted = spec("again", "reach", idempotency_key="once", steps=2, checkpoint={})
+    first, second = platforms["a"].submit(wanted), platforms["a"].submit(wanted)
+    assert first.id == second.id
+    with pytest.raises(ConflictError):
+        platforms["a"].submit({**wanted, "steps": 3})
+    first.result(TIMEOUT_S)
+
+
+def test_cancel_is_final(stack):
+    _, _, platforms = stack
+    run = platforms["a"].submit(spec("long", "reach", steps=5000, checkpoint={}))
+    at_step(run, 2)
+    assert run.cancel() == "cancelled"
+    assert run.cancel() == "cancelled"
+    with pytest.raises(WorkloadCancelledError):
+        run.result(5)
+
+
+def test_a_tenant_reaches_nothing_of_another(stack, undisturbed):
+    """B05, B72: tenants `a` and `ab` share a prefix of their names and nothing else."""
+    _, _, platforms = stack
+    one, other = platforms["a"], platforms["ab"]
+    with pytest.raises(NotFoundError):
+        one.run(undisturbed["ab"].id)
+    with pytest.raises(NotFoundError):
+        Run(one._connection, undisturbed["ab"].id).status()
+    broker = one._connection.redis
+    run = undisturbed["ab"].id
+    for command in (
+        ("HGETALL", f"vla:t:ab:w:{run}"),
+        ("LPUSH", "ingress.ab", "{}"),
+        ("HGETALL", f"vla:w:{run}"),
+        ("HSET", "vla:t:a:w:x", "state", "succeeded"),
+        ("FCALL", "vla_reap", "0"),
+        ("KEYS", "*"),
+        ("FLUSHALL",),
+        ("CONFIG", "GET", "*"),
+    ):
+        with pytest.raises(redis.NoPermissionError):
+            broker.execute_command(*command)
+    key = f"ab/workloads/{run}/spec.json"
+    assert json.loads(other._connection.objects.get(key))["policy"] == "alone"
+    with pytest.raises(StorageAccessError):
+        one._connection.objects.get(key)
