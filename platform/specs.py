@@ -175,8 +175,13 @@ class AdamWSpec(Spec):
         return self
 
 
+DEFAULT_EVERY_STEPS = 50
+
+
 class CheckpointSpec(Spec):
-    every_steps: Int = Field(50, ge=1, le=1_000_000)
+    every_steps: Int | None = Field(
+        None, ge=1, le=1_000_000, description=f"default: {DEFAULT_EVERY_STEPS}, and at the end"
+    )
     keep_last: Int = Field(3, ge=1, le=1000)
     milestone_every: Int | None = Field(
         None, ge=1, description="steps divisible by this are kept for good"
@@ -241,11 +246,9 @@ class SFTSpec(Spec):
                 f"batch_size {self.batch_size} is not a multiple of "
                 f"gradient_accumulation {self.gradient_accumulation}"
             )
-        asked = "every_steps" in self.checkpoint.model_fields_set
-        if asked and self.steps is not None and self.checkpoint.every_steps > self.steps:
-            raise ValueError(
-                f"checkpoint.every_steps {self.checkpoint.every_steps} is above steps {self.steps}"
-            )
+        every = self.checkpoint.every_steps
+        if every is not None and self.steps is not None and every > self.steps:
+            raise ValueError(f"checkpoint.every_steps {every} is above steps {self.steps}")
         if self.action_module.state != "encoder" and self.trainable == ("state_encoder",):
             raise ValueError("trainable names only state_encoder, but the module has none")
         return self

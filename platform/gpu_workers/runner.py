@@ -24,7 +24,7 @@ from vla_platform.errors import LeaseLostError, LedgerError
 from vla_platform.gpu_workers.slots import SlotConfig, SlotState
 from vla_platform.gpu_workers.training import TrainingModelService, TrainItem, TrainResult
 from vla_platform.metrics.events import Event
-from vla_platform.specs import SFTSpec
+from vla_platform.specs import DEFAULT_EVERY_STEPS, SFTSpec
 from vla_storage.checkpoint_types import Checkpoint, CheckpointHeader
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import CodedError, PayloadError
@@ -213,7 +213,7 @@ class TrainingRunner:
     def _save_if_due(self, job: TrainingJob, progress: Progress, *, is_step: bool) -> None:
         mounted = self._mounted[job.policy_key]
         slot = self._service.slot(job.policy_key)
-        every = mounted.spec.checkpoint.every_steps
+        every = mounted.spec.checkpoint.every_steps or DEFAULT_EVERY_STEPS
         # The last step's checkpoint is the one that is taken when the plan is through.
         due = is_step and slot.step % every == 0 and slot.step < slot.config.total_steps
         if not (progress.through or due):
