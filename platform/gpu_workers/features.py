@@ -17,7 +17,9 @@ from vla_platform.gpu_workers.backbone import Backbone, FeatureKind
 from vla_platform.gpu_workers.canonical import LENGTH_BUCKET, Layout, Row
 from vla_platform.gpu_workers.feature_cache import FeatureCache, row_key
 
-DEFAULT_MAX_ROWS = 128
+MAX_ROWS = {"cpu": 32}
+"""Rows of one forward at most. On a CPU the cost of a row stops falling there (measured)."""
+MAX_ROWS_ELSEWHERE = 256
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ class FeatureEncoder:
         backbone: Backbone,
         *,
         cache: FeatureCache | None = None,
-        max_rows: int = DEFAULT_MAX_ROWS,
+        max_rows: int | None = None,
     ) -> None:
         self.backbone = backbone
         self.cache = cache
-        self.max_rows = max_rows
+        self.max_rows = max_rows or MAX_ROWS.get(backbone.device.type, MAX_ROWS_ELSEWHERE)
         self.num_forwards = 0
         self.num_rows_encoded = 0
         self._base = f"{backbone.digest} {backbone.preprocessing_digest}".encode()
