@@ -50,16 +50,16 @@ def operator(var: Path) -> Iterator[Operator]:
     info = load(var.resolve())
     if info is None:
         raise ConfigurationError(f"no stack in {var}; start one with `vla up --var {var}`")
-    keys = {
-        "endpoint": info.s3.endpoint,
-        "access_key": info.s3.access_key,
-        "secret_key": info.s3.secret_key,
-    }
+    s3 = info.s3
     one = Operator(
         info=info,
         ledger=Ledger.connect(info.redis_url),
-        objects=S3ObjectStore(info.s3.bucket, **keys),
-        iam=S3Admin(info.s3.bucket, **keys),
+        objects=S3ObjectStore(
+            s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
+        ),
+        iam=S3Admin(
+            s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
+        ),
     )
     try:
         yield one

@@ -411,6 +411,14 @@ local function reap(_, _)
   for _, id in ipairs(redis.call('SMEMBERS', 'vla:running')) do
     local w = hash('vla:w:' .. id)
     bases[w.base_model] = true
+    local p = hash('vla:policy:' .. w.policy_key)
+    if tonumber(w.position) >= tonumber(w.total_positions)
+        and tonumber(w.durable_position) < tonumber(w.total_positions)
+        and (not p.slot_owner or tonumber(p.slot_expires or 0) < at) then
+      -- The worker died between the last step and its checkpoint: redo from the durable one.
+      go_back(id, w, tonumber(w.durable_position), tonumber(w.durable_step))
+      w = hash('vla:w:' .. id)
+    end
     local room = redis.call('SCARD', 'vla:w:' .. id .. ':jobs') < tonumber(w.max_in_flight)
       and tonumber(w.next_position) < tonumber(w.total_positions)
     for _, job_id in ipairs(redis.call('SMEMBERS', 'vla:w:' .. id .. ':jobs')) do
@@ -419,13 +427,6 @@ local function reap(_, _)
     end
     if room and redis.call('EXISTS', 'vla:producing:' .. id) == 0 then
       due.produce[#due.produce + 1] = id
-    end
-    local p = hash('vla:policy:' .. w.policy_key)
-    if tonumber(w.position) >= tonumber(w.total_positions)
-        and tonumber(w.durable_position) < tonumber(w.total_positions)
-        and (not p.slot_owner or tonumber(p.slot_expires or 0) < at) then
-      -- The worker died between the last step and its checkpoint: redo from the durable one.
-      go_back(id, w, tonumber(w.durable_position), tonumber(w.durable_step))
     end
   end
   for base, _ in pairs(bases) do

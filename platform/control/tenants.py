@@ -24,8 +24,9 @@ RESERVED = ("platform", "default", "admin")
 
 _COMMANDS = (
     "-@all +@connection -client +client|setinfo +client|setname +client|id +ping +info "
-    "+lpush +llen +brpop +blpop +sadd +smembers +get +hget +hgetall +hmget +lrange +exists +type +ttl "
-    "+xread +xrange +xrevrange +xlen +zrange +zrevrange +multi +exec +watch +unwatch"
+    "+lpush +llen +brpop +blpop +lrange +sadd +smembers +get +hget +hgetall +hmget "
+    "+exists +type +ttl +xread +xrange +xrevrange +xlen +zrange +zrevrange "
+    "+multi +exec +watch +unwatch"
 )
 
 
