@@ -26,7 +26,12 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from torch import nn
-from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    AutoTokenizer,
+    Qwen2Tokenizer,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from vla_platform.assets.tabletop_scenes import (
     CELLS,
@@ -309,7 +314,8 @@ def evaluate(model: PretrainingModel, canonicalizer: Canonicalizer, seed: int) -
     }
 
 
-def train(options: argparse.Namespace, work: Path) -> tuple[PretrainingModel, dict[str, float]]:
+def train(options: argparse.Namespace, work: Path) -> PretrainingModel | None:
+    """The trained model; none where `--stop-after` ended the run with its state saved."""
     tokenizer = build_tokenizer(options.out)
     write_preprocessor(options.out)
     torch.manual_seed(options.seed)
@@ -347,11 +353,14 @@ def train(options: argparse.Namespace, work: Path) -> tuple[PretrainingModel, di
             spent = time.monotonic() - started
             print(f"step {done}/{options.steps} {shown} {spent:.0f} s", file=sys.stderr, flush=True)
             sums = dict.fromkeys(WEIGHTS, 0.0)
-        if done % options.save_every == 0 and done < options.steps:
+        stops = done == options.stop_after
+        if stops or (done % options.save_every == 0 and done < options.steps):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done}
             torch.save(state, work / "next.pt")
             (work / "next.pt").replace(saved)
-    return model, evaluate(model, canonicalizer, options.seed)
+        if stops:
+            return None
+    return model
 
 
 def publish(
@@ -385,14 +394,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5500, help="20 is enough for a smoke test")
     parser.add_argument("--vision-steps", type=int, default=2000, help="image tower only")
     parser.add_argument("--batch", type=int, default=16, help="scenes per step")
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate")
     parser.add_argument("--report-every", type=int, default=50, help="steps between progress lines")
+    parser.add_argument("--stop-after", type=int, help="end at this step; the next run goes on")
     parser.add_argument("--save-every", type=int, default=200, help="steps between saved states")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the result depends on the order of summation
     work = options.out / "in-progress"
     work.mkdir(parents=True, exist_ok=True)
-    model, metrics = train(options, work)
+    model = train(options, work)
+    if model is None:
+        return 0
+    tokenizer = AutoTokenizer.from_pretrained(options.out)
+    canonicalizer = Canonicalizer(tokenizer, ImageFormat(size=IMAGE_SIZE))
+    metrics = evaluate(model, canonicalizer, options.seed)
     publish(model, metrics, options)
     shutil.rmtree(work)
     print(json.dumps(metrics))
