@@ -1,11 +1,13 @@
 """Run one command so that it cannot outlive its supervisor.
 
-    python -I -S child.py [--environment FILE] [--wait HOST:PORT]... [--clear FILE] -- COMMAND...
+    python -I -S child.py [--starts FILE] [--environment FILE] [--clear FILE]
+                          [--wait HOST:PORT]... -- COMMAND...
 
-Asks the kernel to kill this process when its parent dies (Linux), waits until the named addresses
-accept connections, removes a stale ready file, adds the variables of a JSON file (so that secrets
-stay out of command lines and of the supervisor's configuration) and becomes COMMAND. Standard
-library only: it runs before, and without, the environment of the command.
+Asks the kernel to kill this process when its parent dies (Linux), adds a byte to the file that
+counts starts, adds the variables of a JSON file (so that secrets stay out of command lines and of
+the supervisor's configuration), removes a stale ready file, waits until the named addresses accept
+connections, and becomes COMMAND. Standard library only: it runs before, and without, the
+environment of the command.
 """
 
 import json
@@ -50,9 +52,12 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     deadline = time.monotonic() + _WAIT_S
     for name, value in pairs:
+        if name == "--starts":
+            with open(value, "ab") as file:
+                file.write(b".")
         if name == "--environment":
-            with open(value, encoding="utf-8") as file:
-                os.environ.update(json.load(file))
+            with open(value, encoding="utf-8") as variables:
+                os.environ.update(json.load(variables))
         if name == "--clear" and os.path.exists(value):
             os.unlink(value)
         if name == "--wait" and not wait_for(value, deadline):

@@ -40,6 +40,7 @@ class ProcessStatus:
     state: ProcessState
     pid: int | None = None
     uptime_s: float = 0.0
+    restarts: int = 0  # since `up`; a role that keeps dying shows here
     detail: str = ""  # exit status or spawn error, where there is one
     log: Path | None = None
 

@@ -1,7 +1,7 @@
 """Starting, stopping and watching the platform on one machine: what `vla up` and friends call.
 
     var/stack.json  credentials.json  signing.key  supervisord.{conf,pid}
-    var/{redis-control,redis-payload,s3}/  var/logs/<role>.log  var/environment/  var/ready/
+    var/{redis-control,redis-payload,s3}/  var/logs/<role>.log  var/{environment,ready,starts}/
 
 supervisord runs as a daemon: whoever started it may die at any time. It restarts what dies; the
 kernel kills its children when it dies itself; `up` and `down` end whatever escaped both.
@@ -23,7 +23,7 @@ from vla_platform.errors import ConfigurationError, UnavailableError
 from vla_platform.stack import info as stack_info
 from vla_platform.stack import supervisor
 from vla_platform.stack.info import ProcessState, ProcessStatus, StackInfo
-from vla_platform.stack.layout import prepare
+from vla_platform.stack.layout import prepare, starts_file
 from vla_platform.stack.probes import is_ready
 from vla_platform.stack.roles import ROLES, Role
 from vla_platform.stack.sweep import sweep
@@ -32,6 +32,7 @@ Progress = Callable[[str, str], None]
 """`on_progress(role, "starting" | "ready")`."""
 
 _TAIL_LINES = 30
+_MAX_RESTARTS = 2
 
 
 def up(
@@ -60,6 +61,8 @@ def up(
             _start_stopped(info)
         else:
             sweep(var)
+            for counter in (var / "starts").glob("*"):
+                counter.unlink()
             info = prepare(var, roles, given, dataset_roots, info)
             supervisor.start(var / "supervisord.conf", {**given, supervisor.MARKER: str(var)})
         for name in info.roles:
@@ -131,6 +134,7 @@ def logs(var: Path, role: str, *, follow: bool = False, lines: int = 200) -> Ite
 def _start_stopped(info: StackInfo) -> None:
     with supervisor.connect(info) as remote:
         for raw in remote.getAllProcessInfo():
+            starts_file(info.var, str(raw["name"])).unlink(missing_ok=True)
             if _status(info, raw).state in (
                 ProcessState.FATAL,
                 ProcessState.STOPPED,
@@ -149,7 +153,17 @@ def _wait_ready(
             if is_ready(info, name, roles.get(name)):
                 waiting.remove(name)
                 report(name, "ready")
-        fatal = [item.role for item in status(info.var) if item.state is ProcessState.FATAL]
+        fatal = [
+            item.role
+            for item in status(info.var)
+            if item.state is ProcessState.FATAL
+            # The supervisor calls a start a success after 3 s; loading a model may fail later.
+            or (
+                item.role in waiting
+                and item.restarts >= _MAX_RESTARTS
+                and item.state is ProcessState.RUNNING
+            )
+        ]
         late = waiting if waiting and time.monotonic() > deadline else []
         for name in fatal or late:
             problem = "does not stay up" if fatal else f"is not ready after {timeout_s:.0f} s"
@@ -161,13 +175,17 @@ def _wait_ready(
 def _status(info: StackInfo, raw: dict[str, str | int]) -> ProcessStatus:
     state = ProcessState(str(raw["statename"]).lower())
     running = state in (ProcessState.RUNNING, ProcessState.STARTING)
+    name = str(raw["name"])
+    counter = starts_file(info.var, name)
+    starts = counter.stat().st_size if counter.exists() else 0
     return ProcessStatus(
-        role=str(raw["name"]),
+        role=name,
         state=state,
         pid=int(raw["pid"]) or None,
         uptime_s=float(raw["now"]) - float(raw["start"]) if running else 0.0,
+        restarts=max(0, starts - 1),
         detail=str(raw["spawnerr"]),
-        log=_log(info.var, str(raw["name"])),
+        log=_log(info.var, name),
     )
 
 

@@ -242,6 +242,16 @@ def test_a_role_that_flaps_is_named_with_its_log_and_shown_as_fatal(var: Path) -
     assert (states["sft"], states["control"]) == (ProcessState.FATAL, ProcessState.RUNNING)
 
 
+def test_a_role_that_dies_late_again_and_again_is_named(var: Path) -> None:
+    late = role("gpu", "import time; print('loading', flush=True); time.sleep(3.5); 1 / 0")
+    with pytest.raises(ConfigurationError, match="ZeroDivisionError") as caught:
+        up(var, roles=(late,), environment=clean_environment(), timeout_s=60)
+
+    restarts = {item.role: item.restarts for item in status(var)}
+    assert caught.value.details["role"] == "gpu"
+    assert (restarts["gpu"] >= 2, restarts["s3"]) == (True, 0)
+
+
 def test_a_role_that_never_gets_ready_is_named(var: Path) -> None:
     silent = role("sft", "import time; print('still loading', flush=True); time.sleep(3600)")
     with pytest.raises(ConfigurationError, match=r"sft is not ready after 3 s(.|\n)*still loading"):
