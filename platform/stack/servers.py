@@ -123,7 +123,8 @@ def redis_server(
             str(redis_binary()),
             *("--port", str(port), "--bind", LOOPBACK, "--dir", str(folder)),
             *durability,
-            *("--save", "", "--daemonize", "no"),
+            # A process title would overwrite the environment, by which leftovers are found.
+            *("--save", "", "--daemonize", "no", "--set-proc-title", "no"),
             *("--maxmemory", f"{max_memory_mb}mb", "--maxmemory-policy", "noeviction"),
             *users,
         ),

@@ -122,6 +122,14 @@ def store(address: S3Address) -> S3ObjectStore:
     )
 
 
+def test_every_process_carries_the_marker(var: Path, stack: StackInfo) -> None:
+    daemon = supervisor.daemon(var.resolve())
+    assert daemon is not None
+    expected = {daemon.pid, *(pid for pid in pids(var).values() if pid)}
+
+    assert expected == {process.pid for process in leftovers(var.resolve())}
+
+
 def test_secrets_are_for_the_owner_only(stack: StackInfo) -> None:
     names = ["stack.json", "credentials.json", "signing.key", "supervisord.conf"]
     files = [stack.var / name for name in names] + list((stack.var / "environment").iterdir())
