@@ -79,7 +79,7 @@ class S3ObjectStore(ObjectStore):
         access_key: str | None = None,
         secret_key: str | None = None,
         region: str = "us-east-1",
-        attempts: int = 4,
+        attempts: int = 6,  # a store that has just started answers 500 for some seconds
     ) -> None:
         self.bucket = bucket
         self._client = s3_client(

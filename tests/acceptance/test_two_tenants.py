@@ -6,13 +6,17 @@ Real processes under the supervisor, real Valkeys, a real S3; the random base mo
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import redis
 
@@ -26,6 +30,7 @@ from vla_platform.errors import (
     NotFoundError,
     SpecError,
     WorkloadCancelledError,
+    WorkloadFailedError,
 )
 from vla_platform.stack import operate
 from vla_storage.checkpoints import CheckpointStore
@@ -166,6 +171,29 @@ def test_bad_requests_are_refused_and_leave_nothing(stack):
     with pytest.raises(DatasetError, match="no feature"):
         platforms["a"].submit(spec("p", "reach", dataset={"path": "reach", "action": "torque"}))
     assert len(platforms["a"].runs()) == before
+
+
+def test_data_that_hold_nan_end_their_own_run_only_b35_f16(stack, undisturbed):
+    """The place is named, and the neighbour's numbers are those of a run alone."""
+    var, _, platforms = stack
+    data = var.parent / "data"
+    shutil.copytree(data / "reach", data / "broken")
+    file = data / "broken" / "data" / "chunk-000" / "file-000.parquet"
+    table = pq.read_table(file)
+    actions = table["action"].to_pylist()
+    actions[5][0] = math.nan
+    at = table.schema.get_field_index("action")
+    broken = pa.array(actions, type=table.schema.field("action").type)
+    pq.write_table(table.set_column(at, table.schema.field("action"), broken), file)
+
+    good = platforms["ab"].submit(spec("beside-nan", "go-to"))
+    bad = platforms["a"].submit(spec("nan", "broken"))
+    with pytest.raises(WorkloadFailedError) as caught:
+        bad.result(TIMEOUT_S)
+    details = caught.value.details["reason"]["details"]
+    assert (details["episode"], details["frame"], details["column"]) == (0, 5, "action")
+    good.result(TIMEOUT_S)
+    assert losses(good) == losses(undisturbed["ab"])
 
 
 def test_submit_is_idempotent_b07_b08(stack):
