@@ -50,7 +50,7 @@ def s3_client(
 ) -> Any:
     """A boto3 client with bounded waits: 5 s to connect, 60 s between bytes."""
     return boto3.client(
-        service,  # type: ignore[call-overload]
+        service,
         endpoint_url=endpoint,
         aws_access_key_id=access_key,
         aws_secret_access_key=secret_key,
