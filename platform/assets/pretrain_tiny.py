@@ -6,7 +6,7 @@ Trains an offline tokenizer, then the whole model end to end as a QwenOFT regres
 two camera views of coloured blocks and a sentence naming one of them, predict the next movements
 of the gripper towards it. A frozen random backbone supports no learning from pixels; this one does.
 The run takes about 25 minutes of one CPU thread, saves its state as it goes and resumes with the
-same command. `--steps 20` makes a short run for tests.
+same command. A few `--steps` make a short run for tests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +165,13 @@ class PretrainingModel(nn.Module):
 
     Regression of the queries alone sits at the median of the possible targets for a long time. So
     every token behind the images also names the gripper's cell, and every token from the colour
-    word on the target's: a colour word needs one attention layer to find its block, and the
-    queries then learn to look there.
+    word on the target's. What is hard is to look up the named block among the image tokens, so
+    one attention head is shown it: of the colour word in one layer, of what follows in the next.
     """
 
     def __init__(self, config: Qwen3VLConfig) -> None:
         super().__init__()
+        config._attn_implementation = "eager"  # the others give no attention maps
         self.vlm = Qwen3VLForConditionalGeneration(config)
         use_linear_patch_embedding(self.vlm)
         width = config.get_text_config().hidden_size
@@ -196,6 +198,7 @@ class PretrainingModel(nn.Module):
             pixel_values=torch.from_numpy(batch.patches),
             image_grid_thw=torch.from_numpy(batch.grid_thw),
             use_cache=False,
+            output_attentions=True,
         )
         is_query = torch.from_numpy(batch.input_ids == canonicalizer.query_id)
         is_image = torch.from_numpy(batch.is_image)
@@ -204,7 +207,8 @@ class PretrainingModel(nn.Module):
         seen = torch.cat(output.image_outputs.pooler_output).view(num, -1, width)
         tokens = hidden[is_image].view(num, -1, width)
         text = _text_masks(batch.input_ids, batch.is_image, canonicalizer)
-        return hidden, hidden[is_query].view(num, chunk, width), (seen, tokens), text
+        looks = _Looks(output.attentions[1][:, 0], output.attentions[2][:, 0], is_image)
+        return looks, hidden, hidden[is_query].view(num, chunk, width), (seen, tokens), text
 
     def vision_losses(self, canonicalizer: Canonicalizer, scenes: Scenes) -> dict[str, Any]:
         """The image tower alone: what is where. Cheaper by half than a step of the whole model."""
@@ -223,7 +227,7 @@ class PretrainingModel(nn.Module):
         return {"marks": marks, "offsets": offsets}
 
     def losses(self, canonicalizer: Canonicalizer, scenes: Scenes, chunk: int) -> dict[str, Any]:
-        hidden, queries, image_tokens, text = self.hidden(canonicalizer, scenes, chunk)
+        looks, hidden, queries, image_tokens, text = self.hidden(canonicalizer, scenes, chunk)
         predicted = self.queries(queries)
         actions = torch.from_numpy(scenes.actions)
         auxiliary = torch.from_numpy(scenes.auxiliary)[:, None].expand(-1, chunk, -1)
@@ -242,6 +246,7 @@ class PretrainingModel(nn.Module):
             "auxiliary": (predicted[..., 2:] - auxiliary).abs().mean(),
             "target": nn.functional.cross_entropy(cells[text[0]][:, 0], named[text[0]][:, 0]),
             "gripper": nn.functional.cross_entropy(cells[text[1]][:, 1], named[text[1]][:, 1]),
+            "look": looks.loss(torch.from_numpy(scenes.target_tokens()), text[0]),
             "marks": sum(marks) / 2,
             "offsets": sum(offsets) / 2,
         }
@@ -255,6 +260,26 @@ class PretrainingModel(nn.Module):
         return found, away
 
 
+@dataclass(frozen=True)
+class _Looks:
+    """Attention of one head in two layers, (B, L, L) each, and which tokens are image (B, L)."""
+
+    of_word: torch.Tensor
+    of_rest: torch.Tensor
+    is_image: torch.Tensor
+
+    def loss(self, target_tokens: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
+        """Minus log attention on the target's image tokens (B, V), from the colour word on."""
+        target = torch.zeros(self.is_image.shape)
+        target[self.is_image] = target_tokens.flatten()
+        word = named & (named.cumsum(dim=1) == 1)
+        shares = [
+            (attention * target[:, None]).sum(dim=2)[tokens]
+            for attention, tokens in ((self.of_word, word), (self.of_rest, named & ~word))
+        ]
+        return -(torch.cat(shares) + 1e-4).log().mean()
+
+
 def _text_masks(ids: Any, is_image: Any, canonicalizer: Canonicalizer) -> tuple[Any, Any]:
     """Tokens from the colour word on, and all tokens behind the images. Shapes: (B, L)."""
     words = [canonicalizer.tokenizer.encode(f" {color}")[0] for color in COLORS]
@@ -266,22 +291,36 @@ def _text_masks(ids: Any, is_image: Any, canonicalizer: Canonicalizer) -> tuple[
 WEIGHTS = {
     "action": 1.0,
     "auxiliary": 1.0,
-    "target": 0.5,
+    "target": 1.0,
     "gripper": 0.3,
+    "look": 1.0,
     "marks": 3.0,
     "offsets": 0.5,
 }
 
 
-def learning_rate(step: int, vision_steps: int, steps: int, peak: float) -> float:
-    """Warm-up and constant for the image tower; warm-up and cosine for the whole model."""
+PHASES = ("vision", "lookup", "whole")
+"""The image tower alone; then, on its fixed features, finding what is named; then everything."""
+LOOKUP = ("target", "gripper", "look")
+
+
+def phase_of(step: int, options: argparse.Namespace) -> tuple[str, int, int]:
+    """Phase of a step, the step within it, and its length."""
+    vision, lookup = options.vision_steps, options.lookup_steps
+    if step < vision:
+        return "vision", step, vision
+    if step < vision + lookup:
+        return "lookup", step - vision, lookup
+    return "whole", step - vision - lookup, options.steps - vision - lookup
+
+
+def learning_rate(phase: str, step: int, steps: int, peak: float) -> float:
+    """Warm-up in every phase, then constant; cosine down to 2 % in the last."""
     warmup = min(150, max(1, steps // 10))
-    if step < vision_steps:
-        return peak * min(1.0, (step + 1) / warmup)
-    step -= vision_steps
-    steps -= vision_steps
     if step < warmup:
         return peak * (step + 1) / warmup
+    if phase != "whole":
+        return peak
     progress = (step - warmup) / max(1, steps - warmup)
     return 0.02 * peak + 0.98 * peak * 0.5 * (1 + math.cos(math.pi * progress))
 
@@ -301,7 +340,7 @@ def evaluate(model: PretrainingModel, canonicalizer: Canonicalizer, seed: int) -
         for views in (1, 2):
             rng = np.random.default_rng([seed, 2**31, views])
             scenes = make_scenes(rng, 256, chunk=8, size=IMAGE_SIZE, views=views)
-            _, queries, _, _ = model.hidden(canonicalizer, scenes, 8)
+            _, _, queries, _, _ = model.hidden(canonicalizer, scenes, 8)
             predicted = model.queries(queries)[..., :2].numpy()
             errors.append(float(np.abs(predicted - scenes.actions).mean()))
             middle = np.median(scenes.actions, axis=0, keepdims=True)
@@ -333,13 +372,18 @@ def train(options: argparse.Namespace, work: Path) -> PretrainingModel | None:
         print(f"resuming at step {first}", file=sys.stderr, flush=True)
     started, sums = time.monotonic(), dict.fromkeys(WEIGHTS, 0.0)
     for step in range(first, options.steps):
+        phase, at, length = phase_of(step, options)
+        model.vlm.model.visual.requires_grad_(phase != "lookup")
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, options.vision_steps, options.steps, options.lr)
-        scenes, chunk = scenes_of_step(options.seed, step, options.batch)
-        if step < options.vision_steps:
+            group["lr"] = learning_rate(phase, at, length, options.lr)
+        batch = options.batch * (2 if phase == "lookup" else 1)
+        scenes, chunk = scenes_of_step(options.seed, step, batch)
+        if phase == "vision":
             losses = model.vision_losses(canonicalizer, scenes)
         else:
             losses = model.losses(canonicalizer, scenes, chunk)
+        if phase == "lookup":
+            losses = {name: losses[name] for name in LOOKUP}
         total = sum(WEIGHTS[name] * loss for name, loss in losses.items())
         optimizer.zero_grad()
         total.backward()
@@ -373,10 +417,10 @@ def publish(
     recipe = {
         "command": f"python platform/assets/pretrain_tiny.py --seed {options.seed} "
         f"--steps {options.steps} --vision-steps {options.vision_steps} "
-        f"--batch {options.batch} --lr {options.lr}",
+        f"--lookup-steps {options.lookup_steps} --batch {options.batch} --lr {options.lr}",
         "seed": options.seed,
         "steps": options.steps,
-        "samples": options.steps * options.batch,
+        "samples": (options.steps + options.lookup_steps) * options.batch,
         "data": "platform/assets/tabletop_scenes.py: batch of step i from the generator [seed, i]",
         "losses": WEIGHTS,
         "parameters": sum(p.numel() for p in model.vlm.parameters()),
@@ -391,10 +435,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the finished model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=5500, help="20 is enough for a smoke test")
-    parser.add_argument("--vision-steps", type=int, default=2000, help="image tower only")
+    parser.add_argument("--steps", type=int, default=5400, help="of all three phases")
+    parser.add_argument("--lookup-steps", type=int, default=900, help="the second phase")
+    parser.add_argument("--vision-steps", type=int, default=2000, help="the first phase")
     parser.add_argument("--batch", type=int, default=16, help="scenes per step")
-    parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--report-every", type=int, default=50, help="steps between progress lines")
     parser.add_argument("--stop-after", type=int, help="end at this step; the next run goes on")
     parser.add_argument("--save-every", type=int, default=200, help="steps between saved states")

@@ -48,8 +48,8 @@ class Scenes:
 
     images (B, C, P, P, 3) uint8; actions (B, H, 2) in units of STEP; auxiliary (B, 6) target,
     gripper and their difference, in [-1, 1]; cells (B, 2) the table cell of the target and of the
-    gripper; mark_present (B, V, M); mark_offset (B, V, M, 2)
-    place in the view, in [-1, 1].
+    gripper; target_mark (B,) the index of the target's colour; mark_present (B, V, M);
+    mark_offset (B, V, M, 2) place in the view, in [-1, 1].
     """
 
     images: npt.NDArray[np.uint8]
@@ -57,8 +57,15 @@ class Scenes:
     actions: Array
     auxiliary: Array
     cells: npt.NDArray[np.int64]
+    target_mark: npt.NDArray[np.int64]
     mark_present: Array
     mark_offset: Array
+
+    def target_tokens(self) -> Array:
+        """The image tokens that hold the target's centre, (B, V); the top view always has one."""
+        rows = np.arange(len(self.target_mark))
+        held: Array = self.mark_present[rows, :, self.target_mark]
+        return held
 
 
 def training_sentences() -> Iterator[str]:
@@ -125,6 +132,7 @@ def make_scenes(rng: np.random.Generator, num: int, *, chunk: int, size: int, vi
             [2 * target - 1, 2 * gripper - 1, 2 * (target - gripper)], axis=1
         ).astype(np.float32),
         cells=np.stack([_cell_of(target), _cell_of(gripper)], axis=1),
+        target_mark=colors[rows, chosen],
         mark_present=np.concatenate([present for present, _ in marks], axis=1),
         mark_offset=np.concatenate([offset for _, offset in marks], axis=1),
     )
