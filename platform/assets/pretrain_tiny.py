@@ -277,7 +277,9 @@ class _Looks:
             (attention * target[:, None]).sum(dim=2)[tokens]
             for attention, tokens in ((self.of_word, word), (self.of_rest, named & ~word))
         ]
-        return -(torch.cat(shares) + 1e-4).log().mean()
+        # Apart, for there is one colour word among many tokens, and it has to come first.
+        word_loss, rest_loss = (-(share + 1e-4).log().mean() for share in shares)
+        return word_loss + rest_loss
 
 
 def _text_masks(ids: Any, is_image: Any, canonicalizer: Canonicalizer) -> tuple[Any, Any]:

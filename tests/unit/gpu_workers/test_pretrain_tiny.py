@@ -13,18 +13,7 @@ from vla_platform.assets.pretrain_tiny import main
 from vla_platform.assets.tabletop_scenes import COLORS, GRID, chunk_of_moves, make_scenes
 from vla_platform.gpu_workers.backbone import TINY, Backbone
 
-SHORT = [
-    "--steps",
-    "4",
-    "--vision-steps",
-    "1",
-    "--lookup-steps",
-    "1",
-    "--batch",
-    "2",
-    "--report-every",
-    "2",
-]
+SHORT = ["--steps=4", "--vision-steps=1", "--lookup-steps=1", "--batch=2"]
 
 
 @pytest.fixture
