@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vla_platform.errors import ModuleLoadError
+from vla_platform.errors import DataError, ModuleLoadError
 
 QUERY_TOKEN = "\N{LEFT-POINTING MAGNIFYING GLASS}"
 """StarVLA's action query. It must be an added token: a trained BPE would merge neighbours."""
 LENGTH_BUCKET = 32
 MAX_CACHED_LAYOUTS = 4096
+MAX_LENGTH = 2048
+"""Tokens of a row: one tenant's endless prompt must not fill the memory that all share."""
 
 IntArray = npt.NDArray[np.int64]
 
@@ -185,6 +187,10 @@ class Canonicalizer:
     def _build(self, prompt: str, num_images: int, num_queries: int) -> Layout:
         text = self._ids(query_prompt(_plain(prompt), num_queries))
         ids = [*self._before, *self._image * num_images, *text, *self._after]
+        if len(ids) > MAX_LENGTH:
+            raise DataError(
+                f"a row has {len(ids)} tokens; at most {MAX_LENGTH} are taken", column="prompt"
+            )
         queries = [at for at, token in enumerate(ids) if token == self.query_id]
         if len(queries) != num_queries:
             raise ModuleLoadError(

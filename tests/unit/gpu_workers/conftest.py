@@ -36,6 +36,10 @@ def wide_statistics(dim: int, limit: float = 2.0) -> Statistics:
 
 @pytest.fixture
 def make_config(backbone: Backbone) -> MakeConfig:
+    return config_maker(backbone)
+
+
+def config_maker(backbone: Backbone) -> MakeConfig:
     def make(
         name: str = "a",
         *,
@@ -78,8 +82,18 @@ def make_config(backbone: Backbone) -> MakeConfig:
 
 
 @pytest.fixture
-def three_tenants(make_config: MakeConfig) -> list[SlotConfig]:
+def three_tenants(backbone: Backbone) -> list[SlotConfig]:
+    return tenants_of(backbone)
+
+
+@pytest.fixture
+def make_tenants() -> Callable[[Backbone], list[SlotConfig]]:
+    return tenants_of
+
+
+def tenants_of(backbone: Backbone) -> list[SlotConfig]:
     """Two module kinds, one to three cameras, three chunk lengths, one module with dropout."""
+    make_config = config_maker(backbone)
     return [
         make_config("a"),
         make_config(

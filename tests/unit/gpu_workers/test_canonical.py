@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoImageProcessor
 
-from vla_platform.errors import ModuleLoadError
+from vla_platform.errors import DataError, ModuleLoadError
 from vla_platform.gpu_workers.backbone import TINY, Backbone
 from vla_platform.gpu_workers.canonical import (
     LENGTH_BUCKET,
@@ -67,6 +67,11 @@ def test_padded_length_is_the_rows_own(backbone: Backbone) -> None:
     assert 0 == short.padded_length % LENGTH_BUCKET == long.padded_length % LENGTH_BUCKET
     assert short.padded_length - short.length < LENGTH_BUCKET
     assert short.padded_length < long.padded_length
+
+
+def test_an_endless_prompt_is_refused(backbone: Backbone) -> None:
+    with pytest.raises(DataError, match="at most 2048"):
+        backbone.canonicalizer.layout("block " * 3000, num_images=1, num_queries=0)
 
 
 def test_batches_are_padded_on_the_left(backbone: Backbone) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+import torch
 
 from tests.unit.gpu_workers.conftest import Columns, MakeConfig, make_columns
 from vla_platform.errors import DataError, ModuleLoadError, NotFoundError
@@ -114,14 +117,33 @@ def test_pf16_exactly_the_trained_policy_changes(
         assert [key] == [name for name in before if before[name] != after[name]]
 
 
-def test_pf18_the_backbone_stays_frozen(
-    backbone: Backbone, three_tenants: list[SlotConfig]
-) -> None:
+class MovingNorm(torch.nn.Module):
+    """A final norm that drifts and drops out as soon as somebody leaves evaluation mode."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.batch_norm = torch.nn.BatchNorm1d(128)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        moved = self.batch_norm(self.norm(hidden).transpose(1, 2)).transpose(1, 2)
+        return self.dropout(moved)
+
+
+def test_pf18_the_backbone_stays_frozen(make_tenants: Callable[..., list[SlotConfig]]) -> None:
+    """100 mixed steps of three tenants on a base with BatchNorm and dropout."""
+    plain = Backbone.load("tiny-random")
+    plain._model.model.language_model.norm = MovingNorm(plain._model.model.language_model.norm)
+    backbone = Backbone(plain._model, plain.canonicalizer, name="moving")
+    three_tenants = make_tenants(backbone)
     service = TrainingModelService(backbone, cache=FeatureCache())
     for config in three_tenants:
         service.mount(config)
     rounds = [[make_columns(c, seed, num=2) for c in three_tenants] for seed in range(2)]
     before = backbone.digest
+    first = service.heldout_loss("a/task", rounds[0][0])
+    assert first == service.heldout_loss("a/task", rounds[0][0])
     for step in range(34):
         service.train_group(
             [
