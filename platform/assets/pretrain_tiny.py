@@ -18,7 +18,6 @@ import math
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +25,11 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
-from torch import nn
-from transformers import (
-    AutoTokenizer,
-    Qwen2Tokenizer,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import AutoTokenizer, Qwen2Tokenizer, Qwen3VLConfig
 
-from vla_platform.assets.tabletop_scenes import (
-    CELLS,
-    COLORS,
-    Scenes,
-    make_scenes,
-    training_sentences,
-)
-from vla_platform.gpu_workers.backbone import use_linear_patch_embedding
-from vla_platform.gpu_workers.canonical import QUERY_TOKEN, Canonicalizer, ImageFormat, Row
+from vla_platform.assets.pretraining_model import WEIGHTS, PretrainingModel
+from vla_platform.assets.tabletop_scenes import Scenes, make_scenes, training_sentences
+from vla_platform.gpu_workers.canonical import QUERY_TOKEN, Canonicalizer, ImageFormat
 
 IMAGE_SIZE = 128
 VOCABULARY = 2048
@@ -67,8 +54,6 @@ QWEN_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHUNKS = (8, 8, 4, 4, 8, 8, 4, 4)
-NUM_AUX = 6  # target xy, gripper xy, target minus gripper
-NUM_MARKS = len(COLORS) + 1  # what a visual token may hold: a block of each colour, the gripper
 
 
 def build_tokenizer(directory: Path) -> Any:
@@ -160,147 +145,6 @@ def write_preprocessor(directory: Path) -> None:
     (directory / "preprocessor_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-class PretrainingModel(nn.Module):
-    """The model and the heads that are thrown away.
-
-    Regression of the queries alone sits at the median of the possible targets for a long time. So
-    every token behind the images also names the gripper's cell, and every token from the colour
-    word on the target's. What is hard is to look up the named block among the image tokens, so
-    one attention head is shown it: of the colour word in one layer, of what follows in the next.
-    """
-
-    def __init__(self, config: Qwen3VLConfig) -> None:
-        super().__init__()
-        config._attn_implementation = "eager"  # the others give no attention maps
-        self.vlm = Qwen3VLForConditionalGeneration(config)
-        use_linear_patch_embedding(self.vlm)
-        width = config.get_text_config().hidden_size
-        self.queries = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, 2 + NUM_AUX)
-        )
-        self.cells = nn.Linear(width, 2 * CELLS * CELLS)
-        self.marks = nn.ModuleList([nn.Linear(width, NUM_MARKS * 3) for _ in range(2)])
-
-    def hidden(self, canonicalizer: Canonicalizer, scenes: Scenes, chunk: int) -> Any:
-        rows = [
-            Row(images=images, prompt=prompt, num_queries=chunk)
-            for images, prompt in zip(scenes.images, scenes.prompts, strict=True)
-        ]
-        layouts = [
-            canonicalizer.layout(row.prompt, num_images=len(row.images), num_queries=chunk)
-            for row in rows
-        ]
-        batch = canonicalizer.batch(rows, layouts, length=max(lay.length for lay in layouts))
-        output = self.vlm.model(
-            input_ids=torch.from_numpy(batch.input_ids),
-            attention_mask=torch.from_numpy(batch.attention_mask),
-            mm_token_type_ids=torch.from_numpy(batch.is_image.astype(np.int64)),
-            pixel_values=torch.from_numpy(batch.patches),
-            image_grid_thw=torch.from_numpy(batch.grid_thw),
-            use_cache=False,
-            output_attentions=True,
-        )
-        is_query = torch.from_numpy(batch.input_ids == canonicalizer.query_id)
-        is_image = torch.from_numpy(batch.is_image)
-        num, hidden = len(rows), output.last_hidden_state
-        width = hidden.shape[2]
-        seen = torch.cat(output.image_outputs.pooler_output).view(num, -1, width)
-        tokens = hidden[is_image].view(num, -1, width)
-        text = _text_masks(batch.input_ids, batch.is_image, canonicalizer)
-        looks = _Looks(output.attentions[1][:, 0], output.attentions[2][:, 0], is_image)
-        return looks, hidden, hidden[is_query].view(num, chunk, width), (seen, tokens), text
-
-    def vision_losses(self, canonicalizer: Canonicalizer, scenes: Scenes) -> dict[str, Any]:
-        """The image tower alone: what is where. Cheaper by half than a step of the whole model."""
-        num, views = scenes.images.shape[:2]
-        patches = canonicalizer.image.patches(scenes.images.reshape(-1, *scenes.images.shape[2:]))
-        grid = torch.tensor([[1, canonicalizer.image.grid, canonicalizer.image.grid]])
-        pooled = self.vlm.model.get_image_features(
-            torch.from_numpy(patches), grid.expand(num * views, 3), return_dict=True
-        ).pooler_output
-        seen = torch.cat(pooled).view(num, -1, pooled[0].shape[-1])
-        marks, offsets = self._mark_losses(
-            self.marks[0](seen),
-            torch.from_numpy(scenes.mark_present),
-            torch.from_numpy(scenes.mark_offset),
-        )
-        return {"marks": marks, "offsets": offsets}
-
-    def losses(self, canonicalizer: Canonicalizer, scenes: Scenes, chunk: int) -> dict[str, Any]:
-        looks, hidden, queries, image_tokens, text = self.hidden(canonicalizer, scenes, chunk)
-        predicted = self.queries(queries)
-        actions = torch.from_numpy(scenes.actions)
-        auxiliary = torch.from_numpy(scenes.auxiliary)[:, None].expand(-1, chunk, -1)
-        cells = self.cells(hidden).unflatten(-1, (2, CELLS * CELLS))
-        named = torch.from_numpy(scenes.cells)[:, None].expand(-1, hidden.shape[1], -1)
-        present = torch.from_numpy(scenes.mark_present)
-        marks, offsets = zip(
-            *[
-                self._mark_losses(head(tokens), present, torch.from_numpy(scenes.mark_offset))
-                for head, tokens in zip(self.marks, image_tokens, strict=True)
-            ],
-            strict=True,
-        )
-        return {
-            "action": (predicted[..., :2] - actions).abs().mean(),
-            "auxiliary": (predicted[..., 2:] - auxiliary).abs().mean(),
-            "target": nn.functional.cross_entropy(cells[text[0]][:, 0], named[text[0]][:, 0]),
-            "gripper": nn.functional.cross_entropy(cells[text[1]][:, 1], named[text[1]][:, 1]),
-            "look": looks.loss(torch.from_numpy(scenes.target_tokens()), text[0]),
-            "marks": sum(marks) / 2,
-            "offsets": sum(offsets) / 2,
-        }
-
-    @staticmethod
-    def _mark_losses(predicted: Any, present: Any, offsets: Any) -> tuple[Any, Any]:
-        marks = predicted.view(*predicted.shape[:2], NUM_MARKS, 3)
-        held = present[..., None]
-        found = nn.functional.binary_cross_entropy_with_logits(marks[..., 0], present)
-        away = ((marks[..., 1:] - offsets).abs() * held).sum() / held.sum().clamp(min=1)
-        return found, away
-
-
-@dataclass(frozen=True)
-class _Looks:
-    """Attention of one head in two layers, (B, L, L) each, and which tokens are image (B, L)."""
-
-    of_word: torch.Tensor
-    of_rest: torch.Tensor
-    is_image: torch.Tensor
-
-    def loss(self, target_tokens: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
-        """Minus log attention on the target's image tokens (B, V), from the colour word on."""
-        target = torch.zeros(self.is_image.shape)
-        target[self.is_image] = target_tokens.flatten()
-        word = named & (named.cumsum(dim=1) == 1)
-        shares = [
-            (attention * target[:, None]).sum(dim=2)[tokens]
-            for attention, tokens in ((self.of_word, word), (self.of_rest, named & ~word))
-        ]
-        # Apart, for there is one colour word among many tokens, and it has to come first.
-        word_loss, rest_loss = (-(share + 1e-4).log().mean() for share in shares)
-        return word_loss + rest_loss
-
-
-def _text_masks(ids: Any, is_image: Any, canonicalizer: Canonicalizer) -> tuple[Any, Any]:
-    """Tokens from the colour word on, and all tokens behind the images. Shapes: (B, L)."""
-    words = [canonicalizer.tokenizer.encode(f" {color}")[0] for color in COLORS]
-    named = np.maximum.accumulate(np.isin(ids, words), axis=1)
-    behind = np.maximum.accumulate(is_image[:, ::-1], axis=1)[:, ::-1]
-    return torch.from_numpy(named), torch.from_numpy(~behind)
-
-
-WEIGHTS = {
-    "action": 1.0,
-    "auxiliary": 1.0,
-    "target": 1.0,
-    "gripper": 0.3,
-    "look": 1.0,
-    "marks": 3.0,
-    "offsets": 0.5,
-}
-
-
 PHASES = ("vision", "lookup", "whole")
 """The image tower alone; then, on its fixed features, finding what is named; then everything."""
 LOOKUP = ("target", "gripper", "look")
@@ -342,7 +186,7 @@ def evaluate(model: PretrainingModel, canonicalizer: Canonicalizer, seed: int) -
         for views in (1, 2):
             rng = np.random.default_rng([seed, 2**31, views])
             scenes = make_scenes(rng, 256, chunk=8, size=IMAGE_SIZE, views=views)
-            _, _, queries, _, _ = model.hidden(canonicalizer, scenes, 8)
+            queries = model.read(canonicalizer, scenes, 8).queries
             predicted = model.queries(queries)[..., :2].numpy()
             errors.append(float(np.abs(predicted - scenes.actions).mean()))
             middle = np.median(scenes.actions, axis=0, keepdims=True)
@@ -386,7 +230,7 @@ def train(options: argparse.Namespace, work: Path) -> PretrainingModel | None:
             losses = model.losses(canonicalizer, scenes, chunk)
         if phase == "lookup":
             losses = {name: losses[name] for name in LOOKUP}
-        total = sum(WEIGHTS[name] * loss for name, loss in losses.items())
+        total: Any = sum(WEIGHTS[name] * loss for name, loss in losses.items())
         optimizer.zero_grad()
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -437,8 +281,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the finished model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=5400, help="of all three phases")
-    parser.add_argument("--lookup-steps", type=int, default=900, help="the second phase")
+    parser.add_argument("--steps", type=int, default=4900, help="of all three phases")
+    parser.add_argument("--lookup-steps", type=int, default=700, help="the second phase")
     parser.add_argument("--vision-steps", type=int, default=2000, help="the first phase")
     parser.add_argument("--batch", type=int, default=16, help="scenes per step")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")

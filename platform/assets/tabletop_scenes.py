@@ -61,12 +61,6 @@ class Scenes:
     mark_present: Array
     mark_offset: Array
 
-    def target_tokens(self) -> Array:
-        """The image tokens that hold the target's centre, (B, V); the top view always has one."""
-        rows = np.arange(len(self.target_mark))
-        held: Array = self.mark_present[rows, :, self.target_mark]
-        return held
-
 
 def training_sentences() -> Iterator[str]:
     """What the tokenizer is trained on: the tasks, OFT's suffix, numbers, general robot talk."""
