@@ -58,6 +58,14 @@ def test_pre_norm_is_what_the_final_norm_takes(backbone: Backbone) -> None:
     assert before.preprocessing_digest != backbone.preprocessing_digest
 
 
+def test_the_linear_patch_embedding_is_the_convolution(backbone: Backbone) -> None:
+    embedding = backbone._model.model.visual.patch_embed
+    patches = torch.from_numpy(make_batch(backbone, ["go"]).patches)
+    with torch.no_grad():
+        expected = embedding.proj(patches.view(-1, 3, 2, 16, 16)).view(-1, 128)
+        torch.testing.assert_close(expected, embedding(patches), rtol=1e-5, atol=1e-5)
+
+
 def test_the_digest_is_that_of_the_weights(backbone: Backbone) -> None:
     again = Backbone.load("tiny-random")
     assert again.digest == backbone.digest

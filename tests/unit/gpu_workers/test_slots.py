@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from tests.unit.gpu_workers.conftest import MakeConfig, make_columns
 from vla_platform.errors import DivergedError, ModuleLoadError
@@ -164,6 +166,28 @@ def test_what_does_not_fit_is_refused(backbone: Backbone, make_config: MakeConfi
     with pytest.raises(ModuleLoadError, match="version"):
         service.mount(config, state=SlotState(saved.module, saved.optimizer, {"version": 99}))
     assert service.slot(config.policy_key).config == config
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps one precision per process; give this test its own."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_bfloat16_autocast_keeps_float32_weights(
+    backbone: Backbone, make_config: MakeConfig
+) -> None:
+    config = make_config()
+    service = TrainingModelService(backbone, mixed_precision="bf16")
+    slot = service.mount(config)
+    losses = [
+        service.train_batch(config.policy_key, make_columns(config, 0)).loss for _ in range(9)
+    ]
+    assert losses[-1] < losses[0]
+    assert {parameter.dtype for parameter in slot.module.parameters()} == {torch.float32}
 
 
 def test_schedules() -> None:
