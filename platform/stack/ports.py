@@ -38,5 +38,7 @@ def free_ports(names: Iterable[str], *, previous: dict[str, int] | None = None) 
             port and is_free(port) and is_free(port + GRPC_OFFSET)
         ):
             port = random.SystemRandom().randint(_FIRST, _LAST)
+            if port in known.values():
+                port = 0  # a later name may keep that one
         chosen[name] = port
     return chosen
