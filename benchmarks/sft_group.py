@@ -7,6 +7,8 @@ Forward: N tenants with b rows each, encoded one tenant after the other (serial)
 prepared beforehand, one tenant at a time and concatenated. `grouped_forward_n8_b1` is the encoder's
 ratio serial / grouped as a share of the bare model's. Medians of the processor time of alternating
 rounds, one thread.
+
+End to end: see `end_to_end.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from end_to_end import end_to_end
 from model_load import oft_columns
 from result_line import print_result, target
 
@@ -132,7 +135,14 @@ def main() -> None:
     use_one_thread()
     backbone = Backbone.load(options.base_model)
     targets, details = forward(backbone, rounds=15 if options.quick else 45)
-    print_result("sft_group", targets, details)
+    whole = end_to_end(
+        steps=60 if options.quick else 200,
+        rounds=3 if options.quick else 5,
+        base_model=options.base_model,
+    )
+    targets["vs_plain_loop_1"] = target(whole["ratio"]["one"], 0.9, "x plain loop, one tenant")
+    targets["vs_plain_loop_4"] = target(whole["ratio"]["four"], 1.0, "x plain loop, four tenants")
+    print_result("sft_group", targets, {**details, "end_to_end": whole})
 
 
 if __name__ == "__main__":

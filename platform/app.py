@@ -10,6 +10,7 @@ from __future__ import annotations
 from celery import Celery
 
 from vla_platform.broker import queue
+from vla_platform.control.startup import install_gates
 from vla_platform.settings import Settings, load_settings
 from vla_platform.stack.readiness import announce
 
@@ -75,6 +76,7 @@ def create_app(settings: Settings) -> Celery:
 
 
 app = create_app(load_settings())
+install_gates(app)
 
 if load_settings().role == "gpu":
     from vla_platform.gpu_workers.bootsteps import install
