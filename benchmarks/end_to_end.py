@@ -31,13 +31,14 @@ from vla_platform.schema import Schema
 from vla_platform.specs import OFTModule
 from vla_platform.stack import operate
 
-BATCH = 8
+BATCHES = (4, 8)
+"""Rows per step: grouping pays where a tenant's own batch leaves the device idle."""
 CHUNK = 8
 LR = 1e-3
 CAMERAS = ("observation.images.top", "observation.images.wrist")
 
 
-def plain_loop(folder: Path, backbone: Backbone, *, steps: int, seed: int) -> float:
+def plain_loop(folder: Path, backbone: Backbone, *, steps: int, batch: int, seed: int) -> float:
     """Steps per second of one policy, without the platform."""
     encoder = FeatureEncoder(backbone)
     with Demonstrations(
@@ -76,9 +77,9 @@ def plain_loop(folder: Path, backbone: Backbone, *, steps: int, seed: int) -> fl
         noise = torch.Generator().manual_seed(seed)
         started = 0.0
         for step in range(steps):
-            columns = data.batch(step * BATCH, BATCH).columns
+            columns = data.batch(step * batch, batch).columns
             rows = rows_of(columns, module)
-            encoded = encoder.encode(rows, [module.feature_kind] * BATCH)
+            encoded = encoder.encode(rows, [module.feature_kind] * batch)
             feature = stack_features(encoded.features, module.feature_kind)
             samples = samples_of(columns, feature, schema)
             loss = sft_loss(module, samples, num_valid=int(samples.valid.sum()), generator=noise)
@@ -91,14 +92,14 @@ def plain_loop(folder: Path, backbone: Backbone, *, steps: int, seed: int) -> fl
     return (steps - 1) / (time.perf_counter() - started)
 
 
-def on_platform(platforms: list[Platform], *, steps: int, seed: int) -> float:
+def on_platform(platforms: list[Platform], *, steps: int, batch: int, seed: int) -> float:
     """Steps per second of all tenants together."""
     spec = {
         "kind": "sft",
-        "policy": f"bench-{seed}",
+        "policy": f"bench-{batch}-{seed}",
         "dataset": {"path": "bench", "heldout_samples": 0},
         "steps": steps,
-        "batch_size": BATCH,
+        "batch_size": batch,
         "seed": seed,
         "optimizer": {"lr": LR},
         "checkpoint": {"every_steps": steps},
@@ -111,14 +112,14 @@ def on_platform(platforms: list[Platform], *, steps: int, seed: int) -> float:
     return (len(times) - len(runs)) / (max(times) - min(times))
 
 
-def end_to_end(*, steps: int, rounds: int, base_model: str) -> dict[str, dict[str, float]]:
-    """Medians of alternating rounds: steps per second and ratios for one and four tenants."""
+def end_to_end(*, steps: int, rounds: int, base_model: str) -> dict[int, dict[str, Any]]:
+    """By batch size, medians of alternating rounds: steps per second and ratios to the plain loop."""
     backbone = Backbone.load(base_model)
-    found: dict[str, list[float]] = {"plain": [], "one": [], "four": []}
+    found: dict[int, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # About ten frames an episode: no frame comes twice within a run.
-        episodes = steps * BATCH // 8 + 20
+        episodes = steps * max(BATCHES) // 8 + 20
         make_demonstrations(folder / "data" / "bench", env=Tabletop(), episodes=episodes, seed=0)
         environment: dict[str, Any] = {
             **os.environ,
@@ -135,17 +136,25 @@ def end_to_end(*, steps: int, rounds: int, base_model: str) -> dict[str, dict[st
             )
             with operator(folder / "var") as admin:
                 platforms = [Platform(admin.add(f"t{number}")) for number in range(4)]
-                for at in range(rounds):
-                    data = folder / "data" / "bench"
-                    found["plain"].append(plain_loop(data, backbone, steps=steps, seed=at))
-                    found["one"].append(on_platform(platforms[:1], steps=steps, seed=at))
-                    found["four"].append(on_platform(platforms, steps=steps, seed=100 + at))
-                    shown = ", ".join(f"{key} {values[-1]:.1f}" for key, values in found.items())
-                    print(f"round {at + 1}/{rounds}: {shown} steps/s", file=sys.stderr, flush=True)
+                data = folder / "data" / "bench"
+                for batch in BATCHES:
+                    mine = found[batch] = {"plain": [], "one": [], "four": []}
+                    size = {"steps": steps, "batch": batch}
+                    for at in range(rounds):
+                        mine["plain"].append(plain_loop(data, backbone, **size, seed=at))
+                        mine["one"].append(on_platform(platforms[:1], **size, seed=at))
+                        mine["four"].append(on_platform(platforms, **size, seed=100 + at))
+                        shown = ", ".join(f"{key} {rate[-1]:.1f}" for key, rate in mine.items())
+                        place = f"batch {batch}, round {at + 1}/{rounds}"
+                        print(f"{place}: {shown} steps/s", file=sys.stderr, flush=True)
                 for platform in platforms:
                     platform.close()
         finally:
             operate.down(folder / "var")
+    return {batch: _medians(mine) for batch, mine in found.items()}
+
+
+def _medians(found: dict[str, list[float]]) -> dict[str, Any]:
     ratios = {
         kind: [mine / plain for mine, plain in zip(found[kind], found["plain"], strict=True)]
         for kind in ("one", "four")

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from end_to_end import end_to_end
+from end_to_end import BATCHES, end_to_end
 from model_load import oft_columns
 from result_line import print_result, target
 
@@ -140,8 +140,10 @@ def main() -> None:
         rounds=3 if options.quick else 5,
         base_model=options.base_model,
     )
-    targets["vs_plain_loop_1"] = target(whole["ratio"]["one"], 0.9, "x plain loop, one tenant")
-    targets["vs_plain_loop_4"] = target(whole["ratio"]["four"], 1.0, "x plain loop, four tenants")
+    ratio = whole[BATCHES[0]]["ratio"]
+    unit = f"x plain loop, batch {BATCHES[0]}"
+    targets["vs_plain_loop_1"] = target(ratio["one"], 0.9, f"{unit}, one tenant")
+    targets["vs_plain_loop_4"] = target(ratio["four"], 1.0, f"{unit}, four tenants")
     print_result("sft_group", targets, {**details, "end_to_end": whole})
 
 

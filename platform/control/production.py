@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from vla_platform.control import dispatch
 from vla_platform.control.ledger import TrainingJob
@@ -22,6 +23,8 @@ from vla_platform.control.workloads import (
     split_episodes,
 )
 from vla_platform.datasets import Batch, Demonstrations, LeRobotDataset
+from vla_platform.datasets.demonstrations import DEFAULT_CACHE_BYTES
+from vla_platform.datasets.frames import FrameSource
 from vla_platform.errors import DataError, DatasetError
 from vla_platform.schema import Schema
 from vla_platform.specs import SFTSpec
@@ -59,6 +62,9 @@ class Sources:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._open: OrderedDict[str, Source] = OrderedDict()
+        # Decoded frames by dataset digest and image size, for as long as a source uses them:
+        # tenants that train on the same recording decode it once.
+        self._frames: WeakValueDictionary[tuple[str, int], FrameSource] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def get(self, tenant: str, run: str) -> Source:
@@ -87,15 +93,24 @@ class Sources:
         spec = load_spec(self._services, tenant, run)
         prepared = load_prepared(self._services, tenant, run)
         dataset = open_for(self._services, tenant, spec)
+        size = prepared.schema.image_size
         if dataset.digest != prepared.dataset_digest:
             raise DatasetError(
                 f"{dataset.path} has changed since the run was prepared; submit a new run",
                 path=str(dataset.path),
             )
+        with self._lock:
+            key = (prepared.dataset_digest, size)
+            frames = self._frames.get(key)
+            if frames is None:
+                frames = FrameSource(dataset, image_size=size, cache_bytes=DEFAULT_CACHE_BYTES)
+                self._frames[key] = frames
         return Source(
             plan=Plan.of(spec, num_samples=prepared.num_samples, num_heldout=prepared.num_heldout),
-            train=demonstrations(spec, dataset, prepared.schema, prepared.train_episodes),
-            heldout=demonstrations(spec, dataset, prepared.schema, prepared.heldout_episodes)
+            train=demonstrations(spec, dataset, prepared.schema, prepared.train_episodes, frames),
+            heldout=demonstrations(
+                spec, dataset, prepared.schema, prepared.heldout_episodes, frames
+            )
             if prepared.num_heldout
             else None,
             num_heldout=prepared.num_heldout,
@@ -104,7 +119,11 @@ class Sources:
 
 
 def demonstrations(
-    spec: SFTSpec, dataset: LeRobotDataset, schema: Schema, episodes: tuple[int, ...]
+    spec: SFTSpec,
+    dataset: LeRobotDataset,
+    schema: Schema,
+    episodes: tuple[int, ...],
+    frames: FrameSource | None = None,
 ) -> Demonstrations:
     return Demonstrations(
         dataset,
@@ -116,6 +135,7 @@ def demonstrations(
         episodes=episodes,
         seed=spec.seed,
         on_bad_row=spec.dataset.on_bad_row,
+        frames=frames,
     )
 
 

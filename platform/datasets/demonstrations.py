@@ -69,6 +69,9 @@ class Demonstrations:
     `column`) and `DatasetError` for an unreadable episode; `skip` leaves them out and counts them
     in `skipped`. A picture that turns out not to decode later raises `DatasetError` either way,
     because leaving it out then would change the order of samples.
+
+    `frames`, of a dataset with the same digest and for the same image size, is shared with other
+    readers, so that each frame is decoded once for all of them.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Demonstrations:
         seed: int,
         on_bad_row: Literal["fail", "skip"] = "fail",
         cache_bytes: int = DEFAULT_CACHE_BYTES,
+        frames: FrameSource | None = None,
     ) -> None:
         self.dataset = dataset
         self.cameras = tuple(cameras)
@@ -105,7 +109,7 @@ class Demonstrations:
                 path=str(dataset.path),
                 skipped=self.skipped.episodes,
             )
-        self.frames = FrameSource(dataset, image_size=image_size, cache_bytes=cache_bytes)
+        self.frames = frames or FrameSource(dataset, image_size=image_size, cache_bytes=cache_bytes)
         self._read_ahead = ReadAhead(self.frames)
         per_sample = max(1, len(self.cameras))
         # Less than the cache holds, so that reading ahead never drops what is still to come.
