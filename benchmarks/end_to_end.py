@@ -113,7 +113,7 @@ def on_platform(platforms: list[Platform], *, steps: int, batch: int, seed: int)
 
 
 def end_to_end(*, steps: int, rounds: int, base_model: str) -> dict[int, dict[str, Any]]:
-    """By batch size, medians of alternating rounds: steps per second and ratios to the plain loop."""
+    """By batch size, medians of alternating rounds: steps per second, ratios to the plain loop."""
     backbone = Backbone.load(base_model)
     found: dict[int, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as name:
