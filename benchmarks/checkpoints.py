@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=20.0, help="module + optimizer")
     parser.add_argument("--step-ms", type=float, default=20.0, help="time of one training step")
     options = parser.parse_args()
-    rounds, steps = (3, 200) if options.quick else (9, 400)
+    rounds, steps = (5, 400) if options.quick else (9, 400)
 
     tensors = slot(options.megabytes)
     stalls, costs, cpu_shares, save_ms, publish_ms = [], [], [], [], []

@@ -46,7 +46,6 @@ class Settings(BaseModel):
     role: str = Field("", description="control | sft | gpu | beat | flower | metrics")
     port: int = Field(0, description="where the metrics collector listens; 0: 9100")
     ready_file: Path | None = Field(None, description="created once the process is ready")
-    failpoint: str = Field("", description="tests only: name:action:nth")
 
     def roots(self) -> tuple[Path, ...]:
         return tuple(Path(part).resolve() for part in self.dataset_roots.split(":") if part)

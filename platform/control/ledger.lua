@@ -143,7 +143,7 @@ local function admit(_, args)
   if running >= tonumber(args[2]) then return 'waits: ' .. running .. ' runs of this tenant' end
   redis.call('HSET', policy, 'workload', id)
   local base = redis.call('HGET', policy, 'policy_version') or 0
-  redis.call('HSET', 'vla:w:' .. id, 'base_version', base)
+  redis.call('HSET', 'vla:w:' .. id, 'base_version', base, 'started', now_ms())
   record(id, w, 'running', '')
   return 'running'
 end
@@ -293,6 +293,19 @@ local function go_back(id, w, position, step)
   mirror(id, w)
 end
 
+-- leave(worker): a worker that stops in order gives its slots back at once.
+local function leave(_, args)
+  local left = 0
+  for _, id in ipairs(redis.call('SMEMBERS', 'vla:running')) do
+    local policy = 'vla:policy:' .. redis.call('HGET', 'vla:w:' .. id, 'policy_key')
+    if redis.call('HGET', policy, 'slot_owner') == args[1] then
+      redis.call('HDEL', policy, 'slot_owner', 'slot_expires')
+      left = left + 1
+    end
+  end
+  return left
+end
+
 -- rewind(workload, slot_fence, position, step, force): the slot was restored at `position`. What came
 -- after died with its worker: outstanding jobs end, later steps leave the log, positions are redone.
 -- With force also where the position agrees: the samples of its jobs are lost.
@@ -410,6 +423,14 @@ local function reap(_, _)
   local bases = {}
   for _, id in ipairs(redis.call('SMEMBERS', 'vla:running')) do
     local w = hash('vla:w:' .. id)
+    local limit_ms = tonumber(w.max_seconds or 0) * 1000
+    if limit_ms > 0 and at - tonumber(w.started) > limit_ms then
+      end_workload(id, w, 'failed', cjson.encode({code = 'time_limit', message =
+        'limits.max_seconds: the run took longer than ' .. w.max_seconds .. ' s'}))
+    end
+  end
+  for _, id in ipairs(redis.call('SMEMBERS', 'vla:running')) do
+    local w = hash('vla:w:' .. id)
     bases[w.base_model] = true
     local p = hash('vla:policy:' .. w.policy_key)
     if tonumber(w.position) >= tonumber(w.total_positions)
@@ -446,6 +467,7 @@ redis.register_function('vla_reserve', reserve)
 redis.register_function('vla_mark_ready', mark_ready)
 redis.register_function('vla_lease_group', lease_group)
 redis.register_function('vla_heartbeat', heartbeat)
+redis.register_function('vla_leave', leave)
 redis.register_function('vla_rewind', rewind)
 redis.register_function('vla_complete', complete)
 redis.register_function('vla_release', release)

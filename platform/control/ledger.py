@@ -205,6 +205,10 @@ class Ledger:
         answer = json.loads(self._call("heartbeat", worker, int(lease_s * 1000), *jobs))
         return [str(job) for job in answer]
 
+    def leave(self, worker: str) -> int:
+        """Give back every slot of a worker that stops in order; returns how many."""
+        return int(self._call("leave", worker))
+
     def rewind(
         self, job: TrainingJob, *, position: int, step: int, samples_lost: bool = False
     ) -> bool:

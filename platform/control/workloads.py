@@ -93,6 +93,7 @@ def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
         "spec_digest": digest,
         "priority": spec.priority,
         "max_in_flight": spec.limits.max_in_flight,
+        "max_seconds": spec.limits.max_seconds or 0,
         "display_name": spec.display_name or "",
     }
     if services.ledger.submit(run, fields, max_pending=services.settings.max_pending_per_tenant):

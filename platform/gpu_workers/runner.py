@@ -42,7 +42,8 @@ class _Mounted:
         self.spec = spec
         self.prepared = prepared
         self.workload = job.workload
-        self.slot_fence = job.slot_fence
+        self.last_job = job
+        self.saved_step = 0
         self.parent = parent
 
 
@@ -118,10 +119,19 @@ class TrainingRunner:
         return done
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Warm shutdown: the running group ends, staged checkpoints are published."""
-        self._stopping.set()
+        """Warm shutdown: what was trained since the last checkpoint is saved, slots go back.
+
+        The running group has ended by now; another worker goes on where this one stops.
+        """
+        for policy_key, mounted in list(self._mounted.items()):
+            run = self._services.ledger.workload(mounted.last_job.workload)
+            step = self._service.slot(policy_key).step
+            if run["state"] == "running" and int(run["step"]) == step > mounted.saved_step:
+                self._save(mounted.last_job, position=int(run["position"]))
         self._writer.close(timeout_s)
+        self._stopping.set()
         self._heart.join(5)
+        self._services.ledger.leave(self.worker)
 
     def _fetch(self, job: TrainingJob) -> TrainItem | None:
         mounted = self._mounted.get(job.policy_key)
@@ -129,7 +139,7 @@ class TrainingRunner:
         if (job.mount or fresh) and self._mount(job):
             return None
         mounted = self._mounted[job.policy_key]
-        mounted.slot_fence = job.slot_fence
+        mounted.last_job = job
         try:
             columns = self._services.payloads.get(job.partition_id, job.tenant_id)
         except PayloadError as error:
@@ -173,7 +183,8 @@ class TrainingRunner:
             params = store.load(spec.init_from).module if spec.init_from else None
             slot = self._service.mount(config, params=params)
             slot.policy_version = job.base_version
-        self._mounted[job.policy_key] = _Mounted(spec, prepared, job, parent)
+        mounted = self._mounted[job.policy_key] = _Mounted(spec, prepared, job, parent)
+        mounted.saved_step = step
         _log.info("action=slot_mounted policy=%s step=%d", job.policy_key, step)
         rewound = self._services.ledger.rewind(job, position=position, step=step)
         if rewound and position >= int(
@@ -216,15 +227,19 @@ class TrainingRunner:
         every = mounted.spec.checkpoint.every_steps or DEFAULT_EVERY_STEPS
         # The last step's checkpoint is the one that is taken when the plan is through.
         due = is_step and slot.step % every == 0 and slot.step < slot.config.total_steps
-        if not (progress.through or due):
-            return
+        if progress.through or due:
+            self._save(job, position=job.position + 1)
+
+    def _save(self, job: TrainingJob, *, position: int) -> None:
+        mounted = self._mounted[job.policy_key]
+        slot = self._service.slot(job.policy_key)
         state = self._service.save(job.policy_key)
         header = CheckpointHeader(
             policy=mounted.spec.policy,
             workload_id=job.workload,
             step=slot.step,
             policy_version=slot.policy_version,
-            position=job.position + 1,
+            position=position,
             lineage=Lineage(
                 spec_digest=self._services.ledger.workload(job.workload)["spec_digest"],
                 dataset_digest=mounted.prepared.dataset_digest,
@@ -243,6 +258,7 @@ class TrainingRunner:
         self._writer.save(
             self._store(job.tenant_id), checkpoint, guard=lambda: self._still_mine(job)
         )
+        mounted.saved_step = slot.step
         mounted.parent = f"{header.policy}/{header.workload_id}/{header.step}"
 
     def _still_mine(self, job: TrainingJob) -> None:

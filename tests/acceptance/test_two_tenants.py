@@ -173,6 +173,20 @@ def test_bad_requests_are_refused_and_leave_nothing(stack):
     assert len(platforms["a"].runs()) == before
 
 
+def test_a_warm_stop_saves_what_was_trained_f08(stack, undisturbed):
+    """SIGTERM: the worker checkpoints at the step it reached; nothing is redone."""
+    var, _, platforms = stack
+    run = platforms["a"].submit(spec("warm", "reach", checkpoint={"every_steps": STEPS}))
+    at_step(run, 5)
+    pid = next(one.pid for one in operate.status(var) if one.role == "gpu")
+    assert pid is not None
+    psutil.Process(pid).terminate()
+    run.result(TIMEOUT_S)
+    assert losses(run) == losses(undisturbed["a"])
+    steps = [event["step"] for event in run.events(follow=False) if event["kind"] == "step"]
+    assert steps == list(range(1, STEPS + 1))
+
+
 def test_data_that_hold_nan_end_their_own_run_only_b35_f16(stack, undisturbed):
     """The place is named, and the neighbour's numbers are those of a run alone."""
     var, _, platforms = stack

@@ -241,6 +241,27 @@ def test_a_death_between_last_step_and_checkpoint_is_redone(ledger: Ledger):
     assert ledger.steps("r") == {}
 
 
+def test_a_worker_that_leaves_gives_its_slots_back_at_once_f08(ledger: Ledger):
+    start(ledger, "r")
+    for _ in range(2):
+        produce(ledger, "r")
+    (job,) = lease(ledger, "w1")
+    step(ledger, job)
+    assert lease(ledger, "w2") == []
+    assert ledger.leave("w1") == 1
+    (job,) = lease(ledger, "w2")
+    assert job.mount
+
+
+def test_a_run_over_its_time_limit_fails(ledger: Ledger):
+    start(ledger, "slow", policy="p1", max_seconds=0.001)
+    start(ledger, "free", policy="p2", max_seconds=0)
+    passed()
+    ledger.reap()
+    assert json.loads(ledger.workload("slow")["reason"])["code"] == "time_limit"
+    assert ledger.workload("free")["state"] == "running"
+
+
 def test_lost_samples_are_produced_again_f36(ledger: Ledger):
     start(ledger, "r")
     produce(ledger, "r")
