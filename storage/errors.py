@@ -47,7 +47,7 @@ class CodedError(Exception):
     fault: ClassVar[Fault] = Fault.PLATFORM
     retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str, **details: Any) -> None:
+    def __init__(self, message: str, /, **details: Any) -> None:
         super().__init__(message)
         self.message = message
         self.details = details

@@ -98,4 +98,5 @@ def to_error(wire: dict[str, Any]) -> CodedError:
         if kind.code == wire.get("code"):
             return kind(str(wire.get("message")), **wire.get("details", {}))
         pending.extend(kind.__subclasses__())
-    return PlatformError(str(wire.get("message")), **wire)
+    details = {"wire_code": wire.get("code"), **wire.get("details", {})}
+    return PlatformError(str(wire.get("message")), **details)

@@ -1,0 +1,89 @@
+"""Events go once to the tenant's stream and once to S3, also when the collector dies in between."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from vla_platform.metrics.collector import collect, open_group
+from vla_platform.metrics.events import Emitter, Event, stream_of
+from vla_storage.errors import StorageUnavailableError
+from vla_storage.objects import Body, MemoryObjectStore
+
+
+@pytest.fixture
+def client(control_redis_url: str) -> Iterator[redis.Redis]:
+    client = redis.Redis.from_url(control_redis_url, decode_responses=True)
+    yield client
+    client.close()
+
+
+def emit(client: redis.Redis, *, steps: int, workload: str = "run-1", tenant: str = "a") -> None:
+    emitter = Emitter(client)
+    for step in range(1, steps + 1):
+        values: dict[str, Any] = {"step": step, "loss": 0.5, "samples": 8, "cache_hits": 2}
+        values["group_size"] = 1
+        emitter.emit(Event(tenant=tenant, workload=workload, kind="step", values=values))
+    emitter.close()
+
+
+def stored_steps(objects: MemoryObjectStore, tenant: str, workload: str) -> list[int]:
+    lines: list[str] = []
+    for info in objects.list(f"{tenant}/workloads/{workload}/metrics/"):
+        lines += objects.get(info.key).decode().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+class Failing(MemoryObjectStore):
+    """A store that is down for the first write."""
+
+    down = True
+
+    def put(
+        self,
+        key: str,
+        data: Body,
+        *,
+        if_absent: bool = False,
+        if_match: str | None = None,
+        sha256: str | None = None,
+    ) -> str:
+        if self.down:
+            raise StorageUnavailableError("down")
+        return super().put(key, data, if_absent=if_absent, if_match=if_match, sha256=sha256)
+
+
+def test_every_event_reaches_its_tenants_prefix_once(client: redis.Redis) -> None:
+    open_group(client)
+    open_group(client)  # a restart finds its group
+    objects = MemoryObjectStore()
+    emit(client, steps=3)
+    emit(client, steps=2, workload="run-2", tenant="b")
+    while collect(client, objects, block_ms=10):
+        pass
+    assert stored_steps(objects, "a", "run-1") == [1, 2, 3]
+    assert stored_steps(objects, "b", "run-2") == [1, 2]
+    assert client.xlen(stream_of("a", "run-1")) == 3
+
+
+def test_what_was_read_and_not_stored_is_stored_later(client: redis.Redis) -> None:
+    open_group(client)
+    emit(client, steps=3)
+    objects = Failing()
+    with pytest.raises(StorageUnavailableError):
+        collect(client, objects, block_ms=10)
+    objects.down = False
+    while collect(client, objects, block_ms=10):
+        pass
+    assert stored_steps(objects, "a", "run-1") == [1, 2, 3]
+
+
+def test_a_redis_that_is_gone_holds_up_nobody() -> None:
+    emitter = Emitter(redis.Redis(port=1, socket_connect_timeout=0.1))
+    emitter.emit(Event(tenant="a", workload="r", kind="step"))
+    emitter.close(timeout_s=5)
+    assert not emitter._thread.is_alive()

@@ -1,0 +1,53 @@
+"""The `vla` command: help, checks before anything is sent, errors as one line and a status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vla_platform.cli.main import app
+
+GOOD = "kind: sft\npolicy: pick\nsteps: 10\ndataset: {path: demos}\n"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vla_platform.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("words", [[], ["runs"], ["checkpoints"], ["tenants"], ["check"], ["up"]])
+def test_help_teaches(words: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*words, "--help"])
+    assert shown.exit_code == 0
+    assert "Usage" in shown.output
+
+
+def test_check_prints_the_effective_spec(tmp_path: Path) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(GOOD)
+    shown = CliRunner().invoke(app, ["check", str(file), "--print-config"])
+    assert shown.exit_code == 0
+    assert json.loads(shown.output)["batch_size"] == 8
+    assert "properties" in json.loads(CliRunner().invoke(app, ["check", "--schema"]).output)
+
+
+def test_a_wrong_spec_is_one_line_and_status_2(tmp_path: Path) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(GOOD + "batch_sise: 4\n")
+    done = run("check", str(file))
+    assert done.returncode == 2
+    assert "did you mean 'batch_size'?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    assert "VLA_URL" in run("runs", "list").stderr
+    assert "vla up" in run("tenants", "list", "--var", str(tmp_path / "none")).stderr
+    assert "No such file" in run("check", str(tmp_path / "none.yaml")).stderr
+    assert run("status", "--var", str(tmp_path / "none"), "--format", "json").stdout == "[]\n"
