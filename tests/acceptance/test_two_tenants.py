@@ -5,11 +5,15 @@ Real processes under the supervisor, real Valkeys, a real S3; the random base mo
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
 import shutil
 import signal
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,20 +130,26 @@ def test_a_run_learns_and_ends_with_a_verified_checkpoint(stack, undisturbed):
 
 
 def test_together_equals_alone_to_the_bit(stack, undisturbed):
+    """Whether jobs meet in a group is a matter of timing, so pairs run until some did."""
     _, admin, platforms = stack
-    runs = {
-        tenant: platforms[tenant].submit(spec("together", path))
-        for tenant, path in (("a", "reach"), ("ab", "go-to"))
-    }
-    for tenant, run in runs.items():
-        status = run.result(TIMEOUT_S)
-        alone = undisturbed[tenant]
-        assert losses(run) == losses(alone)
-        mine = digests(admin, tenant, status.checkpoint)
-        theirs = digests(admin, tenant, alone.status().checkpoint)
-        for name in ("module.safetensors", "optimizer.safetensors"):
-            assert mine[name] == theirs[name]
-    assert max(event.get("group_size", 0) for event in runs["a"].metrics()) == 2
+    largest = 0
+    for attempt in range(8):
+        runs = {
+            tenant: platforms[tenant].submit(spec(f"together-{attempt}", path))
+            for tenant, path in (("a", "reach"), ("ab", "go-to"))
+        }
+        for tenant, run in runs.items():
+            status = run.result(TIMEOUT_S)
+            alone = undisturbed[tenant]
+            assert losses(run) == losses(alone)
+            mine = digests(admin, tenant, status.checkpoint)
+            theirs = digests(admin, tenant, alone.status().checkpoint)
+            for name in ("module.safetensors", "optimizer.safetensors"):
+                assert mine[name] == theirs[name]
+            largest = max(largest, *(event.get("group_size", 0) for event in run.metrics()))
+        if largest == 2:
+            break
+    assert largest == 2
 
 
 @pytest.mark.parametrize("role", ["gpu", "sft", "control"])
@@ -218,6 +228,34 @@ def test_submit_is_idempotent_b07_b08(stack):
     with pytest.raises(ConflictError):
         platforms["a"].submit({**wanted, "steps": 3})
     first.result(TIMEOUT_S)
+
+
+def test_flower_shows_tasks_by_name_and_no_tenants_text(stack):
+    """PF-49: a password is asked for; arguments name tenant and run, never the spec's content."""
+    _, admin, platforms = stack
+    wanted = spec("shown", "reach", steps=2, checkpoint={}, description="pssst-private")
+    run = platforms["a"].submit(wanted)
+    run.result(TIMEOUT_S)
+    info = admin.info
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{info.flower_url}/api/tasks", timeout=10)
+    assert refused.value.code == 401
+    refused.value.close()
+    secret = base64.b64encode(f"{info.flower_user}:{info.flower_password}".encode()).decode()
+    request = urllib.request.Request(
+        f"{info.flower_url}/api/tasks?limit=1000", headers={"Authorization": f"Basic {secret}"}
+    )
+    end = time.monotonic() + 20
+    text = ""
+    while run.id not in text and time.monotonic() < end:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            text = answer.read().decode()
+    tasks = json.loads(text).values()
+    names = {task["name"] for task in tasks}
+    assert {"ingress.submit", "sft.prepare", "sft.produce", "training.train_job"} <= names
+    submits = [task["kwargs"] for task in tasks if task["name"] == "ingress.submit"]
+    assert "(a/shown, sft)" in submits
+    assert "pssst-private" not in text
 
 
 def test_cancel_is_final(stack):
