@@ -6,6 +6,7 @@ Everything here may die at any line: what was not yet durable is restored and re
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import threading
@@ -60,7 +61,9 @@ class TrainingRunner:
         self._mounted: dict[str, _Mounted] = {}
         self._leased: tuple[str, ...] = ()
         self._group = ""
-        self._stopping = threading.Event()
+        self._stopping = threading.Event()  # take no further group
+        self._closed = threading.Event()
+        self._training = threading.Lock()  # held while a slice trains
         self._writer = CheckpointWriter(
             services.settings.var / "staging", on_published=self._on_published
         )
@@ -69,6 +72,10 @@ class TrainingRunner:
 
     def drain(self) -> dict[str, Any]:
         """Train what is ready, for one slice. Returns counts for whoever watches."""
+        with self._training:
+            return self._drain()
+
+    def _drain(self) -> dict[str, Any]:
         done = groups = 0
         end = time.monotonic() + self._services.settings.slice_s
         ledger, settings = self._services.ledger, self._services.settings
@@ -101,7 +108,10 @@ class TrainingRunner:
                 _log.warning("action=job_dropped job=%s reason=%s", job.job_id, error)
                 self._forget(job.policy_key)
             except CodedError as error:
-                self._fail(job, error)
+                if error.retryable:
+                    self._postpone(job, error)
+                else:
+                    self._fail(job, error)
             else:
                 if item is not None:
                     ready.append((job, item))
@@ -121,17 +131,22 @@ class TrainingRunner:
     def close(self, timeout_s: float = 30.0) -> None:
         """Warm shutdown: what was trained since the last checkpoint is saved, slots go back.
 
-        The running group has ended by now; another worker goes on where this one stops.
+        The running group ends first; another worker goes on where this one stops.
         """
+        self._stopping.set()
+        with self._training:
+            self._save_progress()
+        self._writer.close(timeout_s)
+        self._closed.set()
+        self._heart.join(5)
+        self._services.ledger.leave(self.worker)
+
+    def _save_progress(self) -> None:
         for policy_key, mounted in list(self._mounted.items()):
             run = self._services.ledger.workload(mounted.last_job.workload)
             step = self._service.slot(policy_key).step
             if run["state"] == "running" and int(run["step"]) == step > mounted.saved_step:
                 self._save(mounted.last_job, position=int(run["position"]))
-        self._writer.close(timeout_s)
-        self._stopping.set()
-        self._heart.join(5)
-        self._services.ledger.leave(self.worker)
 
     def _fetch(self, job: TrainingJob) -> TrainItem | None:
         mounted = self._mounted.get(job.policy_key)
@@ -306,6 +321,14 @@ class TrainingRunner:
         self._services.ledger.fail(job.workload, error.to_dict())
         self._forget(job.policy_key)
 
+    def _postpone(self, job: TrainingJob, error: CodedError) -> None:
+        """A service is down: that is nobody's fault, so the job goes back, uncounted."""
+        _log.warning("action=job_postponed job=%s reason=%s", job.job_id, error)
+        self._forget(job.policy_key)
+        with contextlib.suppress(LedgerError):
+            self._services.ledger.release(job)
+        self._stopping.wait(1.0)
+
     def _forget(self, policy_key: str) -> None:
         self._mounted.pop(policy_key, None)
         self._service.unmount(policy_key)
@@ -319,7 +342,7 @@ class TrainingRunner:
 
     def _beat(self) -> None:
         lease_s = self._services.settings.lease_s
-        while not self._stopping.wait(lease_s / 4):
+        while not self._closed.wait(lease_s / 4):
             try:
                 self._services.ledger.heartbeat(self.worker, lease_s=lease_s, jobs=self._leased)
             except CodedError as error:
