@@ -1,21 +1,31 @@
 """The broker as the platform uses it: kombu's Redis transport, with the queue as the identity.
 
-A message says in its own properties which queue it came by, and whoever wrote it chose that text.
 The broker's ACL lets a tenant write to one queue only, so the queue that a message was really
-popped from is the proof of who sent it: `Transport` puts that name in place of the claim, before
-the message is kept for redelivery or decoded.
+popped from is the proof of who sent it. Nothing else of what a tenant wrote is believed: Celery
+would follow a message's own callbacks, routing, times and encodings, so each ingress message is
+replaced by a fresh one that carries an allowed task's name, its text arguments, and no more
+(`fresh_message`). What does not fit is logged and left out.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
+import uuid
 from typing import Any
 
 from kombu import Exchange, Queue
 from kombu.transport import redis
 
 INGRESS_PREFIX = "ingress."
+INGRESS_TASKS = {
+    "ingress.submit": {"request_id", "spec", "key"},
+    "ingress.cancel": {"request_id", "run"},
+}
+"""What a tenant may ask for, with exactly these arguments, all of them text."""
 MAX_MESSAGE_BYTES = 128 * 1024
+MAX_SHOWN = 200
 
 _ANONYMOUS = Exchange("", type="direct")
 _log = logging.getLogger(__name__)
@@ -35,22 +45,85 @@ def tenant_of(queue_name: str) -> str:
     return queue_name.removeprefix(INGRESS_PREFIX)
 
 
-class Transport(redis.Transport):  # type: ignore[misc]
-    """Stamps each message with its true queue; leaves oversize and compressed ones out."""
+def fresh_message(message: Any, queue_name: str) -> dict[str, Any]:
+    """The message that Celery gets in place of a tenant's.
 
-    def _deliver(self, message: dict[str, Any], queue: str) -> None:
-        properties = message.setdefault("properties", {})
-        headers = message.setdefault("headers", {})
-        claim = properties.get("delivery_info") or {}
-        size = len(message.get("body") or "")
-        if queue.startswith(INGRESS_PREFIX) and (
-            size > MAX_MESSAGE_BYTES or headers.get("compression")
-        ):
-            _log.error("action=message_dropped queue=%s size_bytes=%d", queue, size)
-            return
-        properties["delivery_info"] = {
-            "exchange": "",
-            "routing_key": queue,
-            "priority": int(claim.get("priority") or 0),
-        }
+    Raises `ValueError`, `TypeError`, `KeyError` or `RecursionError` for one that does not fit.
+    """
+    body = message["body"]
+    if not isinstance(body, str) or len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError("the body is no text, or too long")
+    if message["properties"]["body_encoding"] != "base64":
+        raise ValueError("the body is not base64")
+    arguments, given, _ = json.loads(base64.b64decode(body, validate=True))
+    task = message["headers"]["task"]
+    if not isinstance(task, str) or task not in INGRESS_TASKS:
+        raise ValueError("tenants cannot send this task")
+    if arguments != [] or not isinstance(given, dict) or set(given) != INGRESS_TASKS[task]:
+        raise ValueError(f"{task} takes {sorted(INGRESS_TASKS[task])}")
+    if not all(isinstance(value, str) for value in given.values()):
+        raise TypeError("arguments are text")
+    shown = message["headers"].get("kwargsrepr")
+    embed = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+    task_id = str(uuid.uuid4())
+    return {
+        "body": base64.b64encode(json.dumps([[], given, embed]).encode()).decode(),
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": {
+            "lang": "py",
+            "task": task,
+            "id": task_id,
+            "root_id": task_id,
+            "parent_id": None,
+            "group": None,
+            "retries": 0,
+            "eta": None,
+            "expires": None,
+            "timelimit": [None, None],
+            "argsrepr": "()",
+            "kwargsrepr": shown[:MAX_SHOWN] if isinstance(shown, str) else "",
+            "origin": tenant_of(queue_name),
+            "ignore_result": True,
+        },
+        "properties": {
+            "correlation_id": task_id,
+            "reply_to": "",
+            "delivery_mode": 2,
+            "delivery_tag": str(uuid.uuid4()),
+            "body_encoding": "base64",
+            "priority": 0,
+            "delivery_info": {"exchange": "", "routing_key": queue_name},
+        },
+    }
+
+
+class Channel(redis.Channel):  # type: ignore[misc]
+    """A text that is no JSON is left out instead of ending the worker."""
+
+    def _brpop_read(self, **options: Any) -> Any:
+        self.connection.decoded = False
+        try:
+            return super()._brpop_read(**options)
+        except (ValueError, RecursionError) as error:
+            if self.connection.decoded:
+                raise  # not the text's fault
+            _log.error("action=message_dropped reason=%s", error)
+            return True
+
+
+class Transport(redis.Transport):  # type: ignore[misc]
+    """Gives Celery a fresh message for each one that came by an ingress queue."""
+
+    Channel = Channel
+    decoded = False
+
+    def _deliver(self, message: Any, queue: str) -> None:
+        self.decoded = True
+        if queue.startswith(INGRESS_PREFIX):
+            try:
+                message = fresh_message(message, queue)
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                _log.error("action=message_dropped queue=%s reason=%.200r", queue, error)
+                return
         super()._deliver(message, queue)

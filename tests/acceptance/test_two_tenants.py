@@ -258,6 +258,57 @@ def test_flower_shows_tasks_by_name_and_no_tenants_text(stack):
     assert "pssst-private" not in text
 
 
+def test_hostile_messages_change_nothing_and_end_nothing_b26_b27_b28(stack):
+    """Whatever lies in a tenant's queue, the control worker lives and others are untouched."""
+    var, _, platforms = stack
+    victim = platforms["ab"].submit(spec("victim", "go-to", steps=4000, checkpoint={}))
+    at_step(victim, 1)
+    attack = {"task": "ingress.cancel", "args": [], "kwargs": {"request_id": "x", "run": victim.id}}
+    attack["options"] = {"queue": "ingress.ab", "exchange": "", "routing_key": "ingress.ab"}
+    given = {"request_id": "x", "run": "nope"}
+    embed = {"callbacks": [attack], "errbacks": [attack], "chain": [attack], "chord": None}
+
+    def encoded(value: Any) -> str:
+        return base64.b64encode(json.dumps(value).encode()).decode()
+
+    good = {
+        "body": encoded([[], given, embed]),
+        "content-type": "application/json",
+        "content-encoding": "utf-8",
+        "headers": {"task": "ingress.cancel", "id": "1", "root_id": "1", "lang": "py"},
+        "properties": {
+            "body_encoding": "base64",
+            "delivery_tag": "1",
+            "delivery_info": {"exchange": "", "routing_key": "ingress.ab"},
+        },
+    }
+    produce = {"tenant_id": "ab", "workload": victim.id}
+    hostile: list[Any] = [
+        good,
+        {**good, "headers": {**good["headers"], "task": "sft.produce"},
+         "body": encoded([[], produce, {}])},
+        {**good, "headers": {**good["headers"], "task": "control.reconcile"}},
+        {**good, "content-type": {"a": 1}},
+        {**good, "content-type": "application/x-python-serialize"},
+        {**good, "headers": []},
+        {**good, "headers": {**good["headers"], "compression": "application/x-gzip"}},
+        {**good, "body": 5},
+        {**good, "properties": {}},
+        {**good, "properties": {**good["properties"], "delivery_info": "x"}},
+        {**good, "properties": {**good["properties"], "delivery_tag": {"a": 1}}},
+        [1], 1, None,
+    ]  # fmt: skip
+    broker = platforms["a"]._connection.redis
+    before = next(one.pid for one in operate.status(var) if one.role == "control")
+    for text in ["garbage", "[" * 100_000, "\x00", *map(json.dumps, hostile)]:
+        broker.lpush("ingress.a", text)
+    with pytest.raises(NotFoundError):
+        Run(platforms["a"]._connection, "nope").cancel(timeout_s=20)
+    assert before == next(one.pid for one in operate.status(var) if one.role == "control")
+    assert victim.status().state == "running"
+    assert victim.cancel() == "cancelled"
+
+
 def test_cancel_is_final(stack):
     _, _, platforms = stack
     run = platforms["a"].submit(spec("long", "reach", steps=5000, checkpoint={}))
