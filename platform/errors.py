@@ -3,6 +3,7 @@
 CodedError (vla_storage.errors)
 └── PlatformError
     ├── SpecError                 client, admission: the spec is wrong; names the field (user)
+    ├── AccessError               client: user or password of the URL are refused (user)
     ├── NotFoundError             client: unknown id, or another tenant's id: same answer (user)
     ├── ConflictError             client: same idempotency key, other payload (user)
     ├── QuotaError                client: a limit of the tenant is reached; retry later (user)
@@ -27,6 +28,7 @@ from __future__ import annotations
 from vla_storage.errors import CodedError, Fault
 
 __all__ = [
+    "AccessError",
     "BackboneChangedError",
     "ConfigurationError",
     "ConflictError",
@@ -60,6 +62,11 @@ class SpecError(PlatformError):
     """`details["problems"]` lists `{"field", "value", "problem", "hint"}`."""
 
     code = "spec_invalid"
+    fault = Fault.USER
+
+
+class AccessError(PlatformError):
+    code = "access_denied"
     fault = Fault.USER
 
 

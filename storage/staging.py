@@ -31,7 +31,7 @@ from vla_storage.checkpoint_types import (
     encode_state,
 )
 from vla_storage.checkpoints import CheckpointStore
-from vla_storage.errors import StorageUnavailableError
+from vla_storage.errors import CodedError, StorageUnavailableError
 from vla_storage.manifests import Manifest
 from vla_storage.objects.base import Body
 
@@ -54,8 +54,8 @@ class CheckpointWriter:
     """One per worker process, for all its tenants. `save` and `close` are thread-safe.
 
     `folder` is best on tmpfs or a local disk; processes may share it. `on_published` runs on the
-    writer's thread; what it raises ends the future of that save. Uploads that fail with
-    `StorageUnavailableError` are retried with back-off (up to `max_backoff_s` between tries) for
+    writer's thread. Uploads, guards and callbacks that fail with a retryable error are tried
+    again with back-off (up to `max_backoff_s` between tries) for
     `retry_s`, then given up.
     """
 
@@ -166,8 +166,6 @@ class CheckpointWriter:
                 if not staged.future.set_running_or_notify_cancel():
                     continue
                 manifest = self._publish(staged)
-                if self._on_published is not None:
-                    self._on_published(staged.store, manifest)
             except Exception as error:
                 # The owner of the future decides what a failed save means for its workload.
                 logger.warning(
@@ -193,9 +191,13 @@ class CheckpointWriter:
         backoff_s = 0.25
         while not self._stopping.is_set():
             try:
-                return staged.store.publish(staged.header, bodies, guard=staged.guard)
-            except StorageUnavailableError:
-                if time.monotonic() + backoff_s > deadline:
+                manifest = staged.store.publish(staged.header, bodies, guard=staged.guard)
+                # Publishing what is published is a no-op, so both are tried again as one.
+                if self._on_published is not None:
+                    self._on_published(staged.store, manifest)
+                return manifest
+            except CodedError as error:
+                if not error.retryable or time.monotonic() + backoff_s > deadline:
                     raise
             self._stopping.wait(backoff_s)
             backoff_s = min(2 * backoff_s, self._max_backoff_s)

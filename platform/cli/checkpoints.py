@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vla_platform.cli.output import Format, Url, connect, console, emit, table_of
+from vla_platform.cli.output import Format, Url, connect, emit, table_of
 
 app = typer.Typer(no_args_is_help=True, help="List, verify and download checkpoints.")
 
@@ -36,11 +36,15 @@ def list_checkpoints(
 
 
 @app.command()
-def verify(checkpoint: CheckpointId, url: Url = "") -> None:
+def verify(checkpoint: CheckpointId, url: Url = "", format: Format = "table") -> None:
     """Read every object and compare sizes and digests."""
     with connect(url) as platform:
         manifest = platform.verify(checkpoint)
-    console.print(f"{checkpoint}: {len(manifest.objects)} objects verified")
+    rows = [
+        {"object": one.name, "size_bytes": one.size, "sha256": one.sha256, "verified": True}
+        for one in manifest.objects
+    ]
+    emit(rows, format, table_of(rows, title=checkpoint))
 
 
 @app.command()
@@ -48,7 +52,9 @@ def download(
     checkpoint: CheckpointId,
     folder: Annotated[Path, typer.Argument(help="where to put it")] = Path("."),
     url: Url = "",
+    format: Format = "table",
 ) -> None:
     """Fetch a verified checkpoint."""
     with connect(url) as platform:
-        console.print(str(platform.download(checkpoint, folder)))
+        row = {"checkpoint": checkpoint, "folder": str(platform.download(checkpoint, folder))}
+    emit(row, format, table_of([row]))

@@ -10,9 +10,9 @@ import typer
 from rich.table import Table
 
 from vla_platform.cli import checkpoints, runs, tenants
-from vla_platform.cli.output import Format, console, emit, progress_line, table_of
+from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
 from vla_platform.errors import SpecError
-from vla_platform.specs import json_schema, parse_spec_yaml
+from vla_platform.specs import json_schema
 from vla_storage.errors import CodedError, Fault
 
 app = typer.Typer(
@@ -101,7 +101,7 @@ def check(
         return
     if file is None:
         raise SpecError("name a FILE.yaml to check, or use --schema", problems=[])
-    spec = parse_spec_yaml(file.read_text())
+    spec = read_spec(file)
     if print_config:
         emit(spec.model_dump(mode="json"), "json", Table())
     else:

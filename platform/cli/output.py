@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vla_platform.client import Platform
-from vla_platform.errors import ConfigurationError
+from vla_platform.errors import ConfigurationError, SpecError
+from vla_platform.specs import WorkloadSpec, parse_spec_yaml
 
 console = Console(highlight=False)
 
@@ -26,6 +28,16 @@ def connect(url: str) -> Platform:
     if not url:
         raise ConfigurationError("no platform URL: set VLA_URL, or pass --url")
     return Platform(url)
+
+
+def read_spec(file: Path) -> WorkloadSpec:
+    """A spec file, validated. Raises `SpecError` also for one that cannot be read."""
+    try:
+        return parse_spec_yaml(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{file} is not UTF-8 text: {error}", problems=[]) from error
+    except OSError as error:
+        raise SpecError(f"{file}: {error.strerror}", problems=[]) from error
 
 
 def emit(value: Any, format: str, table: Table) -> None:

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from vla_platform.cli.output import Format, Url, connect, console, emit, table_of
+from vla_platform.cli.output import Format, Url, connect, console, emit, read_spec, table_of
 from vla_platform.client import Run, RunStatus
-from vla_platform.specs import parse_spec_yaml
 
 app = typer.Typer(no_args_is_help=True, help="Watch and cancel runs.")
 
@@ -21,12 +20,16 @@ def submit(
     file: Annotated[Path, typer.Argument(help="a spec in YAML or JSON; see `vla check`")],
     url: Url = "",
     watch: Annotated[bool, typer.Option("--watch", "-w", help="stay and show progress")] = False,
+    format: Format = "table",
 ) -> None:
     """Submit a workload; prints the run's id."""
-    spec = parse_spec_yaml(file.read_text())
+    spec = read_spec(file)
     with connect(url) as platform:
         run = platform.submit(spec)
-        typer.echo(run.id)
+        if format == "json":
+            emit({"run": run.id}, format, table_of([]))
+        else:
+            typer.echo(run.id)
         if watch:
             follow(run)
 
@@ -57,10 +60,11 @@ def watch(run: RunId, url: Url = "") -> None:
 
 
 @app.command()
-def cancel(run: RunId, url: Url = "") -> None:
+def cancel(run: RunId, url: Url = "", format: Format = "table") -> None:
     """Stop a run for good."""
     with connect(url) as platform:
-        console.print(f"{run}: {platform.run(run).cancel()}")
+        row = {"run": run, "state": str(platform.run(run).cancel())}
+    emit(row, format, table_of([row]))
 
 
 def follow(run: Run) -> None:

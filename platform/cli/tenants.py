@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from vla_platform.cli.output import Format, console, emit, table_of
+from vla_platform.cli.output import Format, emit, table_of
 from vla_platform.control import tenants
 from vla_platform.control.ledger import Ledger
 from vla_platform.errors import ConfigurationError
@@ -71,11 +71,17 @@ def operator(var: Path) -> Iterator[Operator]:
 
 @app.command()
 def add(
-    name: Annotated[str, typer.Argument(help="1 to 63 of a-z, 0-9 and '-'")], var: Var = Path("var")
+    name: Annotated[str, typer.Argument(help="1 to 63 of a-z, 0-9 and '-'")],
+    var: Var = Path("var"),
+    format: Format = "table",
 ) -> None:
     """Create a tenant; prints its URL once. Give it to the tenant as VLA_URL."""
     with operator(var) as one:
-        typer.echo(one.add(name))
+        url = one.add(name)
+    if format == "json":
+        emit({"tenant": name, "url": url}, format, table_of([]))
+    else:
+        typer.echo(url)
 
 
 @app.command("list")
@@ -88,9 +94,12 @@ def list_tenants(var: Var = Path("var"), format: Format = "table") -> None:
 
 @app.command()
 def remove(
-    name: Annotated[str, typer.Argument(help="the tenant's name")], var: Var = Path("var")
+    name: Annotated[str, typer.Argument(help="the tenant's name")],
+    var: Var = Path("var"),
+    format: Format = "table",
 ) -> None:
     """Revoke a tenant's access at once; its objects stay."""
     with operator(var) as one:
         one.remove(name)
-    console.print(f"{name}: access revoked")
+    row = {"tenant": name, "state": "access revoked"}
+    emit(row, format, table_of([row]))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
-from urllib.parse import parse_qs, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit, urlunsplit
 
 import redis
 from celery import Celery
+from kombu.exceptions import OperationalError
 
 from vla_platform.broker import ingress_queue, queue
-from vla_platform.errors import PlatformError, SpecError, UnavailableError
+from vla_platform.errors import AccessError, PlatformError, SpecError, UnavailableError
 from vla_storage.errors import CodedError
 from vla_storage.objects import S3ObjectStore
 
@@ -22,7 +25,7 @@ class Connection:
     which `vla tenants add` prints."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        parts = _parts(url)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         if parts.scheme not in ("vla", "vlas") or not parts.username or "bucket" not in query:
             raise SpecError(
@@ -56,7 +59,7 @@ class Connection:
         """
         request_id = uuid.uuid4().hex
         end = time.monotonic() + timeout_s
-        try:
+        with answers():
             for _ in range(2):
                 self._app.send_task(
                     task,
@@ -71,8 +74,6 @@ class Connection:
                 reply = self.redis.blpop([self.key(f"reply:{request_id}")], timeout=wait)
                 if reply is not None:
                     return _answer(json.loads(reply[1]))
-        except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
-            raise UnavailableError(f"the platform does not answer: {error}") from error
         raise UnavailableError(
             f"the platform took no notice of {task} for {timeout_s:g} s; "
             "is its control worker running? Retrying is safe"
@@ -82,6 +83,31 @@ class Connection:
         self._app.close()
         self.redis.close()
         self.objects.close()
+
+
+@contextlib.contextmanager
+def answers() -> Iterator[None]:
+    """Everything that the broker may do wrong, as the platform's own errors."""
+    try:
+        yield
+    except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        raise AccessError(
+            f"the platform refuses this URL: {error}; ask the operator for a new one "
+            "(`vla tenants add`)"
+        ) from error
+    except (redis.ConnectionError, redis.TimeoutError, OperationalError, OSError) as error:
+        if "invalid username-password" in str(error) or "permissions" in str(error):
+            raise AccessError(f"the platform refuses this URL: {error}") from error
+        raise UnavailableError(f"the platform does not answer: {error}") from error
+
+
+def _parts(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  (raises for a port that is none)
+    except ValueError as error:
+        raise SpecError(f"not a URL: {error}", problems=[]) from error
+    return parts
 
 
 def _answer(reply: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vla_platform.client.connection import Connection
+from vla_platform.client.connection import Connection, answers
 from vla_platform.client.runs import Run
 from vla_platform.specs import WorkloadSpec, canonical_json, parse_spec
 from vla_storage.checkpoints import CheckpointStore
@@ -63,7 +63,8 @@ class Platform:
 
     def runs(self) -> list[Run]:
         """All runs of the tenant, newest first."""
-        ids = self._connection.redis.zrevrange(self._connection.key("workloads"), 0, -1)
+        with answers():
+            ids = self._connection.redis.zrevrange(self._connection.key("workloads"), 0, -1)
         return [Run(self._connection, run_id) for run_id in ids]
 
     def checkpoints(self, policy: str, run_id: str | None = None) -> list[Manifest]:

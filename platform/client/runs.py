@@ -9,14 +9,18 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vla_platform.client.connection import Connection, to_error
+from vla_platform.client.connection import Connection, answers, to_error
 from vla_platform.control.states import WorkloadState, is_terminal
 from vla_platform.errors import (
     NotFoundError,
     ResultTimeoutError,
+    UnavailableError,
     WorkloadCancelledError,
     WorkloadFailedError,
 )
+
+OUTAGE_S = 120.0
+"""Whoever waits for a run rides out a platform that does not answer for so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +59,11 @@ class Run:
     def status(self) -> RunStatus:
         """Raises `NotFoundError` for an id that is not this tenant's."""
         key = self._connection.key(f"w:{self.id}")
-        raw = self._connection.redis.hgetall(key)
+        with answers():
+            raw = self._connection.redis.hgetall(key)
+            history = self._connection.redis.lrange(f"{key}:history", 0, -1)
         if not raw:
             raise NotFoundError(f"no run {self.id}", workload=self.id)
-        history = self._connection.redis.lrange(f"{key}:history", 0, -1)
         return RunStatus(
             run=self.id,
             state=WorkloadState(raw["state"]),
@@ -81,10 +86,19 @@ class Run:
         """
         stream = self._connection.key(f"w:{self.id}:events")
         last = "0"
+        answered = time.monotonic()
         while True:
-            over = self.status().is_over
-            block = None if over or not follow else int(poll_s * 1000)
-            found = self._connection.redis.xread({stream: last}, count=1000, block=block)
+            try:
+                over = self.status().is_over
+                block = None if over or not follow else int(poll_s * 1000)
+                with answers():
+                    found = self._connection.redis.xread({stream: last}, count=1000, block=block)
+            except UnavailableError:
+                if not follow or time.monotonic() - answered > OUTAGE_S:
+                    raise
+                time.sleep(poll_s)
+                continue
+            answered = time.monotonic()
             for entry, fields in found[0][1] if found else []:
                 last = entry
                 yield json.loads(fields["event"])
@@ -104,7 +118,18 @@ class Run:
         `WorkloadCancelledError`, or `ResultTimeoutError` (the run goes on)."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         pause = 0.05
-        while not (status := self.status()).is_over:
+        answered = time.monotonic()
+        while True:
+            try:
+                status = self.status()
+                answered = time.monotonic()
+                if status.is_over:
+                    break
+            except UnavailableError:
+                if time.monotonic() - answered > OUTAGE_S:
+                    raise
+                time.sleep(1.0)
+                continue
             if end is not None and time.monotonic() >= end:
                 raise ResultTimeoutError(
                     f"{self.id} is {status.state} at step {status.step} after {timeout_s:g} s; "

@@ -258,8 +258,8 @@ local function lease_group(_, args)
   return cjson.encode(group)
 end
 
--- heartbeat(worker, lease_ms): extends the worker's leases and slots; returns the jobs it holds
--- whose workload no longer runs (cancellation travels back with the heartbeat).
+-- heartbeat(worker, lease_ms, job...): extends the worker's slots and the jobs it says it works on.
+-- Returns those that are its own no longer: cancellation and lost leases travel back this way.
 local function heartbeat(_, args)
   local worker, until_ms, gone = args[1], now_ms() + tonumber(args[2]), {}
   redis.call('SET', 'vla:worker:' .. worker, 1, 'PX', args[2])
@@ -269,17 +269,32 @@ local function heartbeat(_, args)
       redis.call('HSET', policy, 'slot_expires', until_ms)
     end
   end
-  for _, job_id in ipairs(redis.call('ZRANGE', 'vla:leases', 0, -1)) do
-    if redis.call('HGET', 'vla:j:' .. job_id, 'lease_owner') == worker then
-      redis.call('ZADD', 'vla:leases', until_ms, job_id)
-      redis.call('HSET', 'vla:j:' .. job_id, 'lease_expires', until_ms)
-    end
-  end
   for i = 3, #args do
-    if redis.call('HGET', 'vla:j:' .. args[i], 'state') ~= 'leased' then gone[#gone + 1] = args[i] end
+    local key = 'vla:j:' .. args[i]
+    if redis.call('HGET', key, 'state') == 'leased' and redis.call('HGET', key, 'lease_owner') == worker then
+      redis.call('ZADD', 'vla:leases', until_ms, args[i])
+      redis.call('HSET', key, 'lease_expires', until_ms)
+    else
+      gone[#gone + 1] = args[i]
+    end
   end
   if #gone == 0 then return '[]' end
   return cjson.encode(gone)
+end
+
+-- leave(worker, policy_key or ''): gives slots back at once; all of a worker that stops in order,
+-- or that of one policy whose state the worker does not trust any more.
+local function leave(_, args)
+  local left = 0
+  for _, id in ipairs(redis.call('SMEMBERS', 'vla:running')) do
+    local policy = 'vla:policy:' .. redis.call('HGET', 'vla:w:' .. id, 'policy_key')
+    if redis.call('HGET', policy, 'slot_owner') == args[1]
+        and (args[2] == '' or policy == 'vla:policy:' .. args[2]) then
+      redis.call('HDEL', policy, 'slot_owner', 'slot_expires')
+      left = left + 1
+    end
+  end
+  return left
 end
 
 local function go_back(id, w, position, step)
@@ -291,19 +306,6 @@ local function go_back(id, w, position, step)
   redis.call('HSET', key, 'position', position, 'next_position', position, 'step', step)
   redis.call('HINCRBY', key, 'incarnation', 1)
   mirror(id, w)
-end
-
--- leave(worker): a worker that stops in order gives its slots back at once.
-local function leave(_, args)
-  local left = 0
-  for _, id in ipairs(redis.call('SMEMBERS', 'vla:running')) do
-    local policy = 'vla:policy:' .. redis.call('HGET', 'vla:w:' .. id, 'policy_key')
-    if redis.call('HGET', policy, 'slot_owner') == args[1] then
-      redis.call('HDEL', policy, 'slot_owner', 'slot_expires')
-      left = left + 1
-    end
-  end
-  return left
 end
 
 -- rewind(workload, slot_fence, position, step, force): the slot was restored at `position`. What came
@@ -416,9 +418,20 @@ local function reap(_, _)
         tonumber(j.ready_seq) - tonumber(j.priority) * PRIORITY_STEP, job_id)
     end
   end
+  local pending = {}
   for _, id in ipairs(redis.call('SMEMBERS', 'vla:pending')) do
-    local list = redis.call('HGET', 'vla:w:' .. id, 'prepared') == '1' and due.admit or due.prepare
-    list[#list + 1] = id
+    local w = redis.call('HMGET', 'vla:w:' .. id, 'prepared', 'priority', 'created')
+    pending[#pending + 1] = {id = id, prepared = w[1], priority = tonumber(w[2]), created = tonumber(w[3])}
+  end
+  -- Higher priority first, then whoever came first.
+  table.sort(pending, function(a, b)
+    if a.priority ~= b.priority then return a.priority > b.priority end
+    if a.created ~= b.created then return a.created < b.created end
+    return a.id < b.id
+  end)
+  for _, w in ipairs(pending) do
+    local list = w.prepared == '1' and due.admit or due.prepare
+    list[#list + 1] = w.id
   end
   local bases = {}
   for _, id in ipairs(redis.call('SMEMBERS', 'vla:running')) do

@@ -6,8 +6,10 @@ says which states it accepts. Late writes of a lost lease raise `LeaseLostError`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -144,7 +146,7 @@ class Ledger:
             kind = _ERRORS.get(code, LedgerError)
             raise kind(text or code, operation=name) from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
-            raise UnavailableError(f"the control Redis does not answer: {error}") from error
+            raise _unavailable(error) from error
 
     # --- workloads ---
 
@@ -173,14 +175,16 @@ class Ledger:
         return str(self._call("cancel", workload, reason))
 
     def workload(self, workload: str) -> dict[str, str]:
-        found: dict[str, str] = self._redis.hgetall(f"vla:w:{workload}")
+        with _answers():
+            found: dict[str, str] = self._redis.hgetall(f"vla:w:{workload}")
         if not found:
             raise NotFoundError(f"no run {workload}", workload=workload)
         return found
 
     def steps(self, workload: str) -> dict[int, dict[str, Any]]:
         """The step log: optimizer step to what it did. No gap, no duplicate."""
-        raw = self._redis.hgetall(f"vla:w:{workload}:steps")
+        with _answers():
+            raw = self._redis.hgetall(f"vla:w:{workload}:steps")
         return {int(step): json.loads(text) for step, text in sorted(raw.items(), key=_step)}
 
     # --- training jobs ---
@@ -205,9 +209,16 @@ class Ledger:
         answer = json.loads(self._call("heartbeat", worker, int(lease_s * 1000), *jobs))
         return [str(job) for job in answer]
 
-    def leave(self, worker: str) -> int:
-        """Give back every slot of a worker that stops in order; returns how many."""
-        return int(self._call("leave", worker))
+    def leave(self, worker: str, policy_key: str = "") -> int:
+        """Give back every slot of a worker, or that of one policy; returns how many."""
+        return int(self._call("leave", worker, policy_key))
+
+    def owns_slot(self, job: TrainingJob) -> bool:
+        """Whether the job's workload still runs, and its slot has not changed hands."""
+        with _answers():
+            state = self._redis.hget(f"vla:w:{job.workload}", "state")
+            fence = self._redis.hget(f"vla:policy:{job.policy_key}", "slot_fence")
+        return state == "running" and int(fence or 0) == job.slot_fence
 
     def rewind(
         self, job: TrainingJob, *, position: int, step: int, samples_lost: bool = False
@@ -218,22 +229,26 @@ class Ledger:
 
     def wait_for_ready(self, base_model: str, *, timeout_s: float) -> bool:
         """Block until a job of the base model becomes ready; False after `timeout_s`."""
-        return self._redis.blpop([f"vla:wake:{base_model}"], timeout=timeout_s) is not None
+        with _answers():
+            return self._redis.blpop([f"vla:wake:{base_model}"], timeout=timeout_s) is not None
 
     def wait_for_room(self, workload: str, *, timeout_s: float) -> bool:
         """Block until a job of the workload completes; False after `timeout_s`."""
-        return self._redis.blpop([f"vla:room:{workload}"], timeout=timeout_s) is not None
+        with _answers():
+            return self._redis.blpop([f"vla:room:{workload}"], timeout=timeout_s) is not None
 
     def producing(self, workload: str, *, for_s: float) -> None:
         """Tell the reaper that somebody produces for this workload; 0 ends it."""
-        if for_s:
-            self._redis.set(f"vla:producing:{workload}", 1, px=int(for_s * 1000))
-        else:
-            self._redis.delete(f"vla:producing:{workload}")
+        with _answers():
+            if for_s:
+                self._redis.set(f"vla:producing:{workload}", 1, px=int(for_s * 1000))
+            else:
+                self._redis.delete(f"vla:producing:{workload}")
 
     def draining_ends(self, base_model: str) -> None:
         """Nobody drains this base model any more: the next ready job sends a hint."""
-        self._redis.delete(f"vla:draining:{base_model}", f"vla:hint:training:{base_model}")
+        with _answers():
+            self._redis.delete(f"vla:draining:{base_model}", f"vla:hint:training:{base_model}")
 
     def first_ready(self, base_model: str) -> TrainingJob | None:
         """The job at the head of the queue, for a hint to name."""
@@ -247,7 +262,9 @@ class Ledger:
         self._redis.hset("vla:bases", name, json.dumps(facts))
 
     def base_models(self) -> dict[str, dict[str, Any]]:
-        return {name: json.loads(raw) for name, raw in self._redis.hgetall("vla:bases").items()}
+        with _answers():
+            found = self._redis.hgetall("vla:bases")
+        return {name: json.loads(raw) for name, raw in found.items()}
 
     def complete(self, job: TrainingJob, *, step: int, result: dict[str, Any]) -> Progress:
         answer = self._call(
@@ -264,8 +281,22 @@ class Ledger:
 
     def take_cleared(self, count: int = 256) -> list[tuple[str, str]]:
         """`(partition_id, tenant_id)` of ended jobs; whoever takes them clears their payload."""
-        lines = self._redis.lpop("vla:clear", count) or []
+        with _answers():
+            lines = self._redis.lpop("vla:clear", count) or []
         return [tuple(line.split(" ", 1)) for line in lines]
+
+
+@contextlib.contextmanager
+def _answers() -> Iterator[None]:
+    """Reads, like writes, tell a Redis that is down by the platform's own error."""
+    try:
+        yield
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise _unavailable(error) from error
+
+
+def _unavailable(error: Exception) -> UnavailableError:
+    return UnavailableError(f"the control Redis does not answer: {error}")
 
 
 def workload_id(tenant: str, kind: str, key: str) -> str:

@@ -25,10 +25,10 @@ from vla_platform.control.workloads import (
 from vla_platform.datasets import Batch, Demonstrations, LeRobotDataset
 from vla_platform.datasets.demonstrations import DEFAULT_CACHE_BYTES
 from vla_platform.datasets.frames import FrameSource
-from vla_platform.errors import DataError, DatasetError
+from vla_platform.errors import DatasetError, LeaseLostError
 from vla_platform.schema import Schema
 from vla_platform.specs import SFTSpec
-from vla_storage.errors import ObjectExistsError
+from vla_storage.errors import CodedError, ObjectExistsError
 
 MOST_SOURCES = 16
 PAYLOAD_TTL_S = 3600.0
@@ -147,7 +147,9 @@ def prepare(services: Services, tenant: str, run: str) -> str:
     if services.ledger.workload(run)["prepared"] != "1":
         try:
             prepared, plan = _measure(services, tenant, run)
-        except (DataError, DatasetError) as error:
+        except CodedError as error:
+            if error.retryable:
+                raise  # the reconciler sends this again
             return services.ledger.fail(run, error.to_dict())
         # It may be there already, from a worker that died before it could say so.
         with contextlib.suppress(ObjectExistsError):
@@ -207,7 +209,11 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
                     sources.drop(run)
                 return produced
         dispatch.produce(tenant, run)
-    except (DataError, DatasetError) as error:
+    except LeaseLostError:
+        sources.drop(run)  # cancelled, sent back or taken over: the ledger knows who goes on
+    except CodedError as error:
+        if error.retryable:
+            raise  # the reconciler sends this again
         services.ledger.fail(run, error.to_dict())
         sources.drop(run)
     finally:
@@ -221,7 +227,12 @@ def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
         job.partition_id, job.tenant_id
     )  # what a producer left that died before `ready`
     services.payloads.put(job.partition_id, job.tenant_id, batch.columns, ttl_s=PAYLOAD_TTL_S)
-    if services.ledger.mark_ready(job, sample_count=len(batch), domain=str(domain)):
+    try:
+        hint_is_due = services.ledger.mark_ready(job, sample_count=len(batch), domain=str(domain))
+    except LeaseLostError:
+        services.payloads.clear(job.partition_id, job.tenant_id)
+        raise
+    if hint_is_due:
         dispatch.train(
             job_id=job.job_id,
             tenant=job.tenant_id,

@@ -6,12 +6,15 @@ whenever the control Redis has lost it. Passwords are kept as SHA-256, the form 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import secrets
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
+
+import redis
 
 from vla_platform.broker import ingress_queue
 from vla_platform.errors import TenantError
@@ -63,6 +66,13 @@ def acl_rules(tenant: Tenant) -> list[str]:
 def apply_acl(client: Any, tenant: Tenant) -> None:
     client.execute_command("ACL", "SETUSER", tenant.tenant_id, *acl_rules(tenant))
     client.sadd(TENANTS_KEY, tenant.tenant_id)
+    _keep_acls(client)
+
+
+def _keep_acls(client: Any) -> None:
+    """So that a restarted Redis knows its users at once; one without a file gets them again."""
+    with contextlib.suppress(redis.ResponseError):
+        client.execute_command("ACL", "SAVE")
 
 
 def add_tenant(
@@ -105,6 +115,7 @@ def remove_tenant(name: str, *, client: Any, objects: ObjectStore, iam: S3Admin)
         raise TenantError(f"no tenant {name}", tenant=name)
     client.execute_command("ACL", "DELUSER", name)
     client.srem(TENANTS_KEY, name)
+    _keep_acls(client)
     iam.delete_tenant(name)
     objects.delete(_record_key(name))
 

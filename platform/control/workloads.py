@@ -5,6 +5,7 @@ The spec goes to S3 before the ledger hears of it, so an id that was returned ca
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -71,10 +72,16 @@ def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
     Raises `SpecError`, `DatasetError`, `ConflictError` (same key, other spec), `QuotaError`.
     """
     spec = parse_spec_json(spec_json)
-    schema = derive_schema(services, spec, open_for(services, tenant, spec))
     content = canonical_json(spec.model_dump(mode="json"))
     digest = hashlib.sha256(content).hexdigest()
     run = workload_id(tenant, spec.kind, key)
+    with contextlib.suppress(NotFoundError):
+        # An id that was returned once is returned again, whatever became of the data since.
+        if services.ledger.workload(run)["spec_digest"] == digest:
+            return run
+    dataset = open_for(services, tenant, spec)
+    schema = derive_schema(services, spec, dataset)
+    split_episodes(spec, dataset)
     try:
         services.objects.put(spec_key(tenant, run), content, if_absent=True)
     except ObjectExistsError as error:

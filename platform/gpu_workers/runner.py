@@ -7,11 +7,14 @@ Everything here may die at any line: what was not yet durable is restored and re
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
+import queue
 import threading
 import time
 import uuid
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
@@ -60,6 +63,7 @@ class TrainingRunner:
         self.worker = f"gpu-{uuid.uuid4().hex[:12]}"
         self._mounted: dict[str, _Mounted] = {}
         self._leased: tuple[str, ...] = ()
+        self._distrusted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._group = ""
         self._stopping = threading.Event()  # take no further group
         self._closed = threading.Event()
@@ -81,6 +85,7 @@ class TrainingRunner:
         ledger, settings = self._services.ledger, self._services.settings
         try:
             while time.monotonic() < end and not self._stopping.is_set():
+                self._drop_distrusted()
                 jobs = ledger.lease_group(
                     self.worker,
                     self._base_model,
@@ -97,9 +102,23 @@ class TrainingRunner:
         return {"jobs": done, "groups": groups, "worker": self.worker}
 
     def train(self, jobs: list[TrainingJob]) -> int:
-        """One group. Returns how many jobs took effect."""
+        """One group. Returns how many jobs took effect.
+
+        Whatever breaks off in the middle leaves slots ahead of the ledger: they are forgotten, so
+        that the next lease restores them from their checkpoints.
+        """
         self._leased = tuple(job.job_id for job in jobs)
         self._group = uuid.uuid4().hex[:12]
+        try:
+            return self._train(jobs)
+        except BaseException:
+            for job in jobs:
+                self._forget(job.policy_key)
+            raise
+        finally:
+            self._leased = ()
+
+    def _train(self, jobs: list[TrainingJob]) -> int:
         ready: list[tuple[TrainingJob, TrainItem]] = []
         for job in jobs:
             try:
@@ -123,9 +142,6 @@ class TrainingRunner:
         for job, item in ready:
             if job.domain == Domain.HELDOUT:
                 done += self._settle(job, self._heldout(item), kind="heldout")
-        self._leased = ()
-        for job in jobs:
-            self._services.payloads.clear(job.partition_id, job.tenant_id)
         return done
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -270,19 +286,31 @@ class TrainingRunner:
         checkpoint = Checkpoint(
             header=header, module=state.module, optimizer=state.optimizer, state=state.scalars
         )
-        self._writer.save(
+        saving = self._writer.save(
             self._store(job.tenant_id), checkpoint, guard=lambda: self._still_mine(job)
         )
+        saving.add_done_callback(functools.partial(self._saved, job))
         mounted.saved_step = slot.step
         mounted.parent = f"{header.policy}/{header.workload_id}/{header.step}"
 
     def _still_mine(self, job: TrainingJob) -> None:
         """Right before a manifest: a cancelled run or a lost slot publishes nothing."""
-        ledger = self._services.ledger
-        state = ledger.workload(job.workload)["state"]
-        fence = ledger.client.hget(f"vla:policy:{job.policy_key}", "slot_fence")
-        if state != "running" or int(fence or 0) != job.slot_fence:
-            raise LeaseLostError(f"{job.workload} is {state}; its checkpoint is not published")
+        if not self._services.ledger.owns_slot(job):
+            raise LeaseLostError(f"{job.workload} is not ours any more: nothing is published")
+
+    def _saved(self, job: TrainingJob, saving: Future[Manifest]) -> None:
+        """On the writer's thread. A save that failed for good leaves the ledger waiting for it."""
+        error = saving.exception()
+        if error is not None and not isinstance(error, LeaseLostError):
+            _log.error("action=checkpoint_failed workload=%s reason=%s", job.workload, error)
+            self._distrusted.put(job.policy_key)
+
+    def _drop_distrusted(self) -> None:
+        """Give back the slots whose checkpoint failed: they are restored from the one before."""
+        while not self._distrusted.empty():
+            policy_key = self._distrusted.get()
+            self._forget(policy_key)
+            self._services.ledger.leave(self.worker, policy_key)
 
     def _on_published(self, store: CheckpointStore, manifest: Manifest) -> None:
         run = manifest.workload_id
@@ -344,6 +372,11 @@ class TrainingRunner:
         lease_s = self._services.settings.lease_s
         while not self._closed.wait(lease_s / 4):
             try:
+                if self._training.acquire(blocking=False):
+                    try:
+                        self._drop_distrusted()
+                    finally:
+                        self._training.release()
                 self._services.ledger.heartbeat(self.worker, lease_s=lease_s, jobs=self._leased)
             except CodedError as error:
                 _log.warning("action=heartbeat_failed reason=%s", error)

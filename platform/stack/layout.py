@@ -55,7 +55,9 @@ def prepare(
         signing_key=signing_key_file(var),
         roles=tuple(role.name for role in roles),
         environment=environment,
-        dataset_roots=dataset_roots or environment.get("VLA_DATASET_ROOTS", ""),
+        dataset_roots=dataset_roots
+        or environment.get("VLA_DATASET_ROOTS", "")
+        or (previous.dataset_roots if previous else ""),
     )
     servers = [_server_program(info, server) for server in _servers(info, credentials)]
     workers = [_worker_program(info, role, credentials) for role in roles]

@@ -42,6 +42,7 @@ from vla_storage.errors import StorageAccessError
 
 STEPS = 30
 TIMEOUT_S = 120
+ENVIRONMENT = {**os.environ, "VLA_BASE_MODELS": "tiny=tiny-random"}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,8 @@ def stack(
     one = Tabletop(cameras=("top",), gripper=False, sentences=("go to the {color} block",))
     make_demonstrations(folder / "data" / "go-to", env=one, episodes=12, seed=1)
     var = folder / "var"
-    environment = {**os.environ, "VLA_BASE_MODELS": "tiny=tiny-random"}
     try:
-        operate.up(var, environment=environment, dataset_roots=str(folder / "data"), timeout_s=180)
+        operate.up(var, environment=ENVIRONMENT, dataset_roots=str(folder / "data"), timeout_s=180)
         with operator(var) as admin:
             platforms = {name: Platform(admin.add(name)) for name in ("a", "ab")}
             yield var, admin, platforms
@@ -181,6 +181,45 @@ def test_bad_requests_are_refused_and_leave_nothing(stack):
     with pytest.raises(DatasetError, match="no feature"):
         platforms["a"].submit(spec("p", "reach", dataset={"path": "reach", "action": "torque"}))
     assert len(platforms["a"].runs()) == before
+
+
+@pytest.mark.parametrize("server", ["redis-control", "s3", "redis-payload"])
+def test_an_outage_of_a_server_fails_nobodys_run_f23_f59(stack, undisturbed, server: str):
+    """Killed in mid-training and brought back after a while: same numbers, each step once."""
+    var, admin, platforms = stack
+    # Another seed: cached features would let the run end before the kill.
+    wanted = spec(f"out-{server}", "reach", seed=5, steps=80, checkpoint={"every_steps": 20})
+    calm = platforms["a"].submit({**wanted, "policy": f"calm-{server}"})
+    calm.result(TIMEOUT_S)
+    run = platforms["a"].submit(wanted)
+    at_step(run, 5)
+    pid = next(one.pid for one in operate.status(var) if one.role == server)
+    assert pid is not None
+    process = psutil.Process(pid)
+    process.suspend()
+    time.sleep(3)  # the outage itself
+    process.kill()
+    assert run.result(TIMEOUT_S).step == 80
+    assert losses(run) == losses(calm)
+    assert list(admin.ledger.steps(run.id)) == list(range(1, 81))
+
+
+def test_a_run_whose_episodes_are_all_held_out_is_refused_at_once(stack):
+    _, _, platforms = stack
+    dataset = {"path": "reach", "heldout_episodes": list(range(12))}
+    with pytest.raises(SpecError, match="no episode is left"):
+        platforms["a"].submit(spec("p", "reach", dataset=dataset))
+
+
+def test_a_restarted_stack_goes_on_with_its_runs_and_tenants(stack, undisturbed):
+    """`vla down`, `vla up` in mid-run, without repeating the dataset roots."""
+    var, _, platforms = stack
+    run = platforms["a"].submit(spec("restart", "reach", seed=6, steps=200, checkpoint={}))
+    at_step(run, 10)
+    operate.down(var)
+    operate.up(var, environment=ENVIRONMENT, timeout_s=180)
+    assert run.status().state in ("running", "succeeded")
+    assert run.result(TIMEOUT_S).step == 200
 
 
 def test_a_warm_stop_saves_what_was_trained_f08(stack, undisturbed):

@@ -253,6 +253,40 @@ def test_a_worker_that_leaves_gives_its_slots_back_at_once_f08(ledger: Ledger):
     assert job.mount
 
 
+def test_a_heartbeat_keeps_only_what_the_worker_says_it_works_on(ledger: Ledger):
+    """A job that its live worker dropped comes back by itself."""
+    start(ledger, "r")
+    produce(ledger, "r")
+    (job,) = lease(ledger, "w1", lease_s=EXPIRED_S)
+    assert ledger.heartbeat("w1", lease_s=LONG_S, jobs=(job.job_id,)) == []
+    passed()
+    ledger.reap()
+    assert lease(ledger, "w1") == []
+    ledger.client.zadd("vla:leases", {job.job_id: 0})
+    assert ledger.heartbeat("w1", lease_s=LONG_S) == []
+    ledger.reap()
+    (again,) = lease(ledger, "w1")
+    assert (job.job_id, 2) == (again.job_id, again.attempt)
+
+
+def test_one_slot_can_be_given_back_alone(ledger: Ledger):
+    for name in ("r1", "r2"):
+        start(ledger, name, policy=name)
+        produce(ledger, name)
+    lease(ledger, "w1")
+    assert ledger.leave("w1", "a/r1") == 1
+    assert ledger.client.hget("vla:policy:a/r1", "slot_owner") is None
+    assert ledger.client.hget("vla:policy:a/r2", "slot_owner") == "w1"
+
+
+def test_the_higher_priority_is_admitted_first_then_the_earlier(ledger: Ledger):
+    for name, priority in (("b", 0), ("a", 0), ("urgent", 9)):
+        ledger.submit(name, fields(policy=name, priority=priority), max_pending=9)
+        ledger.prepared(name, total_positions=1, total_steps=1)
+        passed(0.003)
+    assert ledger.reap().admit == ("urgent", "b", "a")
+
+
 def test_a_run_over_its_time_limit_fails(ledger: Ledger):
     start(ledger, "slow", policy="p1", max_seconds=0.001)
     start(ledger, "free", policy="p2", max_seconds=0)

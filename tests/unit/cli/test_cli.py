@@ -49,5 +49,14 @@ def test_a_wrong_spec_is_one_line_and_status_2(tmp_path: Path) -> None:
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert "VLA_URL" in run("runs", "list").stderr
     assert "vla up" in run("tenants", "list", "--var", str(tmp_path / "none")).stderr
-    assert "No such file" in run("check", str(tmp_path / "none.yaml")).stderr
+    done = run("check", str(tmp_path / "none.yaml"))
+    assert (done.returncode, "No such file" in done.stderr) == (2, True)
+    (tmp_path / "latin.yaml").write_bytes(b"kind: \xff")
+    done = run("check", str(tmp_path / "latin.yaml"))
+    assert (done.returncode, "not UTF-8" in done.stderr) == (2, True)
+    for port in ("abc", "99999"):
+        done = run("runs", "list", "--url", f"vla://a:b@127.0.0.1:{port}/0?bucket=x")
+        assert (done.returncode, "not a URL" in done.stderr) == (2, True)
+    done = run("runs", "list", "--url", "vla://a:b@127.0.0.1:1/0?bucket=x")
+    assert (done.returncode, "does not answer" in done.stderr) == (1, True)
     assert run("status", "--var", str(tmp_path / "none"), "--format", "json").stdout == "[]\n"
