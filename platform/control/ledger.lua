@@ -247,6 +247,7 @@ local function lease_group(_, args)
         redis.call('ZADD', 'vla:leases', at + lease_ms, job_id)
         local out = hash(key)
         out.mount = mount
+        out.queue_wait_ms = at - tonumber(j.ready)
         out.slot_fence = redis.call('HGET', policy, 'slot_fence')
         out.base_version = w.base_version
         group[#group + 1] = out

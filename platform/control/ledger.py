@@ -56,6 +56,7 @@ class TrainingJob:
     domain: str = "train"  # train | heldout
     created_seq: int = 0
     ready_seq: int = 0
+    queue_wait_ms: int = 0  # from ready to leased
     mount: bool = False  # the slot changed hands: restore it before training
     slot_fence: int = 0
     base_version: int = 0  # policy version before the workload's first step

@@ -27,6 +27,7 @@ from vla_platform.specs import (
     nearest,
     parse_spec_json,
 )
+from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import ObjectExistsError, ObjectNotFoundError
 
 
@@ -82,6 +83,8 @@ def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
     dataset = open_for(services, tenant, spec)
     schema = derive_schema(services, spec, dataset)
     split_episodes(spec, dataset)
+    if spec.init_from is not None:
+        check_init(services, tenant, spec.init_from, schema)
     try:
         services.objects.put(spec_key(tenant, run), content, if_absent=True)
     except ObjectExistsError as error:
@@ -157,6 +160,23 @@ def derive_schema(services: Services, spec: SFTSpec, dataset: LeRobotDataset) ->
         action_module=spec.action_module.kind,
         state_input=spec.action_module.state if uses_state else "none",
     )
+
+
+def check_init(services: Services, tenant: str, checkpoint_id: str, schema: Schema) -> None:
+    """A run starts only from a checkpoint of its own tenant and interface (B20, B21).
+
+    Raises `CheckpointNotFoundError`, the same for another tenant's id as for one that never was.
+    """
+    store = CheckpointStore(
+        objects=services.objects, tenant_id=tenant, signing_key=services.signing_key
+    )
+    found = store.manifest(checkpoint_id).lineage.schema_signature
+    if found != schema.signature:
+        raise SpecError(
+            f"init_from {checkpoint_id}: its schema is {found[:12]}, "
+            f"this run's is {schema.signature[:12]}: other cameras, sizes, chunk or base",
+            problems=[{"field": "init_from", "value": checkpoint_id, "problem": "other schema"}],
+        )
 
 
 def split_episodes(spec: SFTSpec, dataset: LeRobotDataset) -> tuple[list[int], list[int]]:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.metadata
 import logging
+import os
 import queue
 import threading
 import time
@@ -24,7 +25,7 @@ from vla_platform.control.ledger import Progress, TrainingJob
 from vla_platform.control.plan import Domain
 from vla_platform.control.services import Services
 from vla_platform.control.workloads import Prepared, load_prepared, load_spec
-from vla_platform.errors import LeaseLostError, LedgerError
+from vla_platform.errors import BackboneChangedError, LeaseLostError, LedgerError
 from vla_platform.gpu_workers.slots import SlotConfig, SlotState
 from vla_platform.gpu_workers.training import TrainingModelService, TrainItem, TrainResult
 from vla_platform.metrics.events import Event
@@ -48,6 +49,7 @@ class _Mounted:
         self.workload = job.workload
         self.last_job = job
         self.saved_step = 0
+        self.settled_at = time.monotonic()
         self.parent = parent
 
 
@@ -77,7 +79,12 @@ class TrainingRunner:
     def drain(self) -> dict[str, Any]:
         """Train what is ready, for one slice. Returns counts for whoever watches."""
         with self._training:
-            return self._drain()
+            try:
+                return self._drain()
+            except BackboneChangedError as error:
+                # No number of this process can be trusted: end it, and let it be started anew.
+                _log.critical("action=backbone_changed reason=%s", error)
+                os._exit(os.EX_SOFTWARE)
 
     def _drain(self) -> dict[str, Any]:
         done = groups = 0
@@ -240,6 +247,9 @@ class TrainingRunner:
         values = asdict(outcome) if isinstance(outcome, TrainResult) else outcome
         values = {**values, "job_id": job.job_id, "position": job.position, "fence": job.fence}
         values["group"] = self._group
+        values["queue_wait_ms"] = job.queue_wait_ms
+        if isinstance(outcome, TrainResult):
+            values["samples_per_s"] = self._rate(job.policy_key, outcome.samples)
         try:
             progress = self._services.ledger.complete(job, step=values["step"], result=values)
         except LedgerError as error:
@@ -252,12 +262,21 @@ class TrainingRunner:
         self._save_if_due(job, progress, is_step=kind == "step")
         return 1
 
+    def _rate(self, policy_key: str, samples: int) -> float:
+        """Samples per second since the policy's step before; the wait for data counts."""
+        mounted, now = self._mounted[policy_key], time.monotonic()
+        rate = samples / max(now - mounted.settled_at, 1e-6)
+        mounted.settled_at = now
+        return round(rate, 2)
+
     def _save_if_due(self, job: TrainingJob, progress: Progress, *, is_step: bool) -> None:
         mounted = self._mounted[job.policy_key]
         slot = self._service.slot(job.policy_key)
         every = mounted.spec.checkpoint.every_steps or DEFAULT_EVERY_STEPS
         # The last step's checkpoint is the one that is taken when the plan is through.
         due = is_step and slot.step % every == 0 and slot.step < slot.config.total_steps
+        if progress.through:
+            self._service.backbone.verify()  # frozen means frozen: nothing of a drift is published
         if progress.through or due:
             self._save(job, position=job.position + 1)
 

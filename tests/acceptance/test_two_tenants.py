@@ -38,7 +38,7 @@ from vla_platform.errors import (
 )
 from vla_platform.stack import operate
 from vla_storage.checkpoints import CheckpointStore
-from vla_storage.errors import StorageAccessError
+from vla_storage.errors import CheckpointNotFoundError, InvalidKeyError, StorageAccessError
 
 STEPS = 30
 TIMEOUT_S = 120
@@ -257,6 +257,24 @@ def test_data_that_hold_nan_end_their_own_run_only_b35_f16(stack, undisturbed):
     assert (details["episode"], details["frame"], details["column"]) == (0, 5, "action")
     good.result(TIMEOUT_S)
     assert losses(good) == losses(undisturbed["ab"])
+
+
+def test_a_run_starts_from_an_own_checkpoint_of_the_same_interface_b20_b21(stack, undisturbed):
+    _, _, platforms = stack
+    start = undisturbed["a"].status().checkpoint
+    again = platforms["a"].submit(
+        spec("from", "reach", init_from=start, steps=2, checkpoint={}, optimizer={"lr": 1e-6})
+    )
+    again.result(TIMEOUT_S)
+    first = next(event for event in again.metrics() if event["kind"] == "heldout")
+    last = [event for event in undisturbed["a"].metrics() if event["kind"] == "heldout"][-1]
+    assert first["heldout_loss"] == last["heldout_loss"]
+    other = undisturbed["ab"].status().checkpoint
+    for unknown in (other, "alone/sft-none/3", "alone/../3"):
+        with pytest.raises((CheckpointNotFoundError, InvalidKeyError)):
+            platforms["a"].submit(spec("from", "reach", init_from=unknown))
+    with pytest.raises(SpecError, match="its schema is"):
+        platforms["a"].submit(spec("from", "go-to", init_from=start))
 
 
 def test_submit_is_idempotent_b07_b08(stack):
