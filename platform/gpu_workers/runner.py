@@ -7,50 +7,28 @@ Everything here may die at any line: what was not yet durable is restored and re
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
 import logging
 import os
 import queue
 import threading
 import time
 import uuid
-from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
-
-import torch
 
 from vla_platform.control.ledger import Progress, TrainingJob
 from vla_platform.control.plan import Domain
 from vla_platform.control.services import Services
-from vla_platform.control.workloads import Prepared, load_prepared, load_spec
-from vla_platform.errors import BackboneChangedError, LeaseLostError, LedgerError
+from vla_platform.control.workloads import load_prepared, load_spec
+from vla_platform.errors import BackboneChangedError, LedgerError
+from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
 from vla_platform.gpu_workers.slots import SlotConfig, SlotState
 from vla_platform.gpu_workers.training import TrainingModelService, TrainItem, TrainResult
 from vla_platform.metrics.events import Event
-from vla_platform.specs import DEFAULT_EVERY_STEPS, SFTSpec
-from vla_storage.checkpoint_types import Checkpoint, CheckpointHeader
-from vla_storage.checkpoints import CheckpointStore
+from vla_platform.specs import DEFAULT_EVERY_STEPS
 from vla_storage.errors import CodedError, PayloadError
-from vla_storage.manifests import Lineage, Manifest
-from vla_storage.retention import apply_retention
-from vla_storage.staging import CheckpointWriter
 
 _log = logging.getLogger(__name__)
-
-
-class _Mounted:
-    """What the runner remembers of a workload whose policy is in a slot."""
-
-    def __init__(self, spec: SFTSpec, prepared: Prepared, job: TrainingJob, parent: str | None):
-        self.spec = spec
-        self.prepared = prepared
-        self.workload = job.workload
-        self.last_job = job
-        self.saved_step = 0
-        self.settled_at = time.monotonic()
-        self.parent = parent
 
 
 class TrainingRunner:
@@ -63,16 +41,14 @@ class TrainingRunner:
         self._service = service
         self._base_model = base_model
         self.worker = f"gpu-{uuid.uuid4().hex[:12]}"
-        self._mounted: dict[str, _Mounted] = {}
+        self._mounted: dict[str, Mounted] = {}
         self._leased: tuple[str, ...] = ()
         self._distrusted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._group = ""
         self._stopping = threading.Event()  # take no further group
         self._closed = threading.Event()
         self._training = threading.Lock()  # held while a slice trains
-        self._writer = CheckpointWriter(
-            services.settings.var / "staging", on_published=self._on_published
-        )
+        self._publisher = CheckpointPublisher(services, self._distrusted.put)
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
 
@@ -159,7 +135,7 @@ class TrainingRunner:
         self._stopping.set()
         with self._training:
             self._save_progress()
-        self._writer.close(timeout_s)
+        self._publisher.close(timeout_s)
         self._closed.set()
         self._heart.join(5)
         self._services.ledger.leave(self.worker)
@@ -167,9 +143,9 @@ class TrainingRunner:
     def _save_progress(self) -> None:
         for policy_key, mounted in list(self._mounted.items()):
             run = self._services.ledger.workload(mounted.last_job.workload)
-            step = self._service.slot(policy_key).step
-            if run["state"] == "running" and int(run["step"]) == step > mounted.saved_step:
-                self._save(mounted.last_job, position=int(run["position"]))
+            slot = self._service.slot(policy_key)
+            if run["state"] == "running" and int(run["step"]) == slot.step > mounted.saved_step:
+                self._publisher.save(slot, mounted, mounted.last_job, position=int(run["position"]))
 
     def _fetch(self, job: TrainingJob) -> TrainItem | None:
         mounted = self._mounted.get(job.policy_key)
@@ -194,7 +170,7 @@ class TrainingRunner:
         tenant = job.tenant_id
         spec = load_spec(self._services, tenant, job.workload)
         prepared = load_prepared(self._services, tenant, job.workload)
-        store = self._store(tenant)
+        store = self._publisher.store(tenant)
         found = store.restore(spec.policy, job.workload)
         config = SlotConfig(
             policy_key=job.policy_key,
@@ -221,8 +197,7 @@ class TrainingRunner:
             params = store.load(spec.init_from).module if spec.init_from else None
             slot = self._service.mount(config, params=params)
             slot.policy_version = job.base_version
-        mounted = self._mounted[job.policy_key] = _Mounted(spec, prepared, job, parent)
-        mounted.saved_step = step
+        self._mounted[job.policy_key] = Mounted(spec, prepared, job, parent=parent, saved_step=step)
         _log.info("action=slot_mounted policy=%s step=%d", job.policy_key, step)
         rewound = self._services.ledger.rewind(job, position=position, step=step)
         if rewound and position >= int(
@@ -278,51 +253,7 @@ class TrainingRunner:
         if progress.through:
             self._service.backbone.verify()  # frozen means frozen: nothing of a drift is published
         if progress.through or due:
-            self._save(job, position=job.position + 1)
-
-    def _save(self, job: TrainingJob, *, position: int) -> None:
-        mounted = self._mounted[job.policy_key]
-        slot = self._service.slot(job.policy_key)
-        state = self._service.save(job.policy_key)
-        header = CheckpointHeader(
-            policy=mounted.spec.policy,
-            workload_id=job.workload,
-            step=slot.step,
-            policy_version=slot.policy_version,
-            position=position,
-            lineage=Lineage(
-                spec_digest=self._services.ledger.workload(job.workload)["spec_digest"],
-                dataset_digest=mounted.prepared.dataset_digest,
-                base_digest=mounted.prepared.schema.base_digest,
-                schema_signature=mounted.prepared.schema.signature,
-                parent=mounted.parent,
-                versions={
-                    "torch": torch.__version__,
-                    "vla-platform": importlib.metadata.version("vla-platform"),
-                },
-            ),
-        )
-        checkpoint = Checkpoint(
-            header=header, module=state.module, optimizer=state.optimizer, state=state.scalars
-        )
-        saving = self._writer.save(
-            self._store(job.tenant_id), checkpoint, guard=lambda: self._still_mine(job)
-        )
-        saving.add_done_callback(functools.partial(self._saved, job))
-        mounted.saved_step = slot.step
-        mounted.parent = f"{header.policy}/{header.workload_id}/{header.step}"
-
-    def _still_mine(self, job: TrainingJob) -> None:
-        """Right before a manifest: a cancelled run or a lost slot publishes nothing."""
-        if not self._services.ledger.owns_slot(job):
-            raise LeaseLostError(f"{job.workload} is not ours any more: nothing is published")
-
-    def _saved(self, job: TrainingJob, saving: Future[Manifest]) -> None:
-        """On the writer's thread. A save that failed for good leaves the ledger waiting for it."""
-        error = saving.exception()
-        if error is not None and not isinstance(error, LeaseLostError):
-            _log.error("action=checkpoint_failed workload=%s reason=%s", job.workload, error)
-            self._distrusted.put(job.policy_key)
+            self._publisher.save(slot, mounted, job, position=job.position + 1)
 
     def _drop_distrusted(self) -> None:
         """Give back the slots whose checkpoint failed: they are restored from the one before."""
@@ -330,37 +261,6 @@ class TrainingRunner:
             policy_key = self._distrusted.get()
             self._forget(policy_key)
             self._services.ledger.leave(self.worker, policy_key)
-
-    def _on_published(self, store: CheckpointStore, manifest: Manifest) -> None:
-        run = manifest.workload_id
-        ledger = self._services.ledger
-        ledger.checkpointed(
-            run,
-            position=manifest.position,
-            checkpoint=manifest.checkpoint_id,
-            step=manifest.step,
-        )
-        values = {
-            "step": manifest.step,
-            "checkpoint": manifest.checkpoint_id,
-            "policy_version": manifest.policy_version,
-            "size_bytes": manifest.size_bytes,
-        }
-        self._services.emitter.emit(
-            Event(tenant=store.tenant_id, workload=run, kind="checkpoint", values=values)
-        )
-        mounted = self._mounted.get(f"{store.tenant_id}/{manifest.policy}")
-        if mounted is not None:
-            rules = mounted.spec.checkpoint
-            apply_retention(
-                store,
-                manifest.policy,
-                keep_last=rules.keep_last,
-                milestone_every=rules.milestone_every or 0,
-                workload_id=run,
-            )
-        if manifest.position >= int(ledger.workload(run)["total_positions"]):
-            ledger.finish(run)
 
     def _fail(self, job: TrainingJob, error: CodedError) -> None:
         """One tenant's fault ends one tenant's run."""
@@ -379,13 +279,6 @@ class TrainingRunner:
     def _forget(self, policy_key: str) -> None:
         self._mounted.pop(policy_key, None)
         self._service.unmount(policy_key)
-
-    def _store(self, tenant: str) -> CheckpointStore:
-        return CheckpointStore(
-            objects=self._services.objects,
-            tenant_id=tenant,
-            signing_key=self._services.signing_key,
-        )
 
     def _beat(self) -> None:
         lease_s = self._services.settings.lease_s
