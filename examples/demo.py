@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -28,18 +29,18 @@ from vla_platform.stack import operate
 from vla_storage.checkpoints import CheckpointStore
 
 console = Console(highlight=False)
+EPISODES = 200
 
 
 def datasets(folder: Path, g1: Path | None) -> tuple[list[Path], str]:
     """Make what we ship ourselves; returns the roots and the first tenant's dataset."""
-    if not (folder / "reach").exists():
-        make_demonstrations(folder / "reach", env=Tabletop(), episodes=60, seed=1)
+    console.print("making demonstrations of the tabletop task")
+    make_demonstrations(folder / "reach", env=Tabletop(), episodes=EPISODES, seed=1)
     if g1 is not None and g1.is_dir():
         return [folder, g1.resolve().parent], g1.name
     console.print(f"no G1 recording at {g1}: g1-lab trains on a second set of our own")
-    if not (folder / "go-to").exists():
-        second = Tabletop(cameras=("top",), gripper=False, sentences=("go to the {color} block",))
-        make_demonstrations(folder / "go-to", env=second, episodes=60, seed=2)
+    second = Tabletop(cameras=("top",), gripper=False, sentences=("go to the {color} block",))
+    make_demonstrations(folder / "go-to", env=second, episodes=EPISODES, seed=2)
     return [folder], "go-to"
 
 
@@ -49,7 +50,7 @@ def specs(first: str, steps: int) -> dict[str, dict[str, Any]]:
     return {
         "g1-lab": {
             **shared,
-            "policy": "pick-bottle",
+            "policy": "go-to" if first == "go-to" else "pick-bottle",
             # Clamped quantiles: joints that hardly move in training do not blow up the rest.
             "dataset": {"path": first, "normalization": "q99"},
             "optimizer": {"lr": 5e-4, "weight_decay": 0.01, "schedule": schedule},
@@ -70,7 +71,7 @@ def follow(run: Run, progress: Progress, task: TaskID) -> None:
             progress.update(
                 task,
                 completed=event["step"],
-                description=f"{run._connection.tenant} loss {event['loss']:.4f}",
+                description=f"{run.id} training loss {event['loss']:.4f}",
             )
 
 
@@ -97,40 +98,51 @@ def tenant_report(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--var", type=Path, default=Path("var"), help="the stack's state")
-    parser.add_argument("--g1", type=Path, default=Path("../shared/data/g1_pick_bottle"))
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--var", type=Path, default=Path("var"), help="where results go")
+    parser.add_argument(
+        "--g1",
+        type=Path,
+        default=Path("../shared/data/g1_pick_bottle"),
+        help="a recording of the Unitree G1 in LeRobot format; default: %(default)s",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="per tenant")
     arguments = parser.parse_args()
-    out = arguments.var / "demo"
-    if out.exists():
-        shutil.rmtree(out)
+    out, stack = arguments.var / "demo", arguments.var / "demo-stack"
+    # A stack of its own: whatever runs in --var is left alone.
+    operate.down(stack)
+    for folder in (out, stack):
+        shutil.rmtree(folder, ignore_errors=True)
     out.mkdir(parents=True)
-    roots, first = datasets(arguments.var / "datasets", arguments.g1)
+    roots, first = datasets(stack / "datasets", arguments.g1)
     try:
         console.print("starting the stack")
         operate.up(
-            arguments.var,
+            stack,
             dataset_roots=":".join(str(root.resolve()) for root in roots),
             timeout_s=240,
             on_progress=lambda role, state: console.print(f"  {role}: {state}"),
         )
-        run_demo(arguments.var, out, specs(first, arguments.steps), arguments.steps)
+        run_demo(stack, out, specs(first, arguments.steps), arguments.steps)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        sys.exit(130)
     finally:
         console.print("stopping the stack")
-        operate.down(arguments.var)
+        operate.down(stack)
 
 
 def run_demo(var: Path, out: Path, wanted: dict[str, dict[str, Any]], steps: int) -> None:
     started = time.monotonic()
     with operator(var) as admin:
-        names = {f"{tenant}-{int(time.time()) % 100000}": spec for tenant, spec in wanted.items()}
-        platforms = {tenant: Platform(admin.add(tenant)) for tenant in names}
-        runs = {tenant: platforms[tenant].submit(spec) for tenant, spec in names.items()}
+        platforms = {tenant: Platform(admin.add(tenant)) for tenant in wanted}
+        runs = {tenant: platforms[tenant].submit(spec) for tenant, spec in wanted.items()}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, console=console) as progress:
             threads = [
                 threading.Thread(
-                    target=follow, args=(run, progress, progress.add_task(tenant, total=steps))
+                    target=follow,
+                    args=(run, progress, progress.add_task(tenant, total=steps)),
+                    daemon=True,  # an interrupt need not wait for them
                 )
                 for tenant, run in runs.items()
             ]
@@ -141,11 +153,11 @@ def run_demo(var: Path, out: Path, wanted: dict[str, dict[str, Any]], steps: int
         report: dict[str, Any] = {"tenants": {}}
         reports, all_events = [], []
         key = admin.info.signing_key_file.read_bytes().strip()
-        for (tenant, run), spec in zip(runs.items(), names.values(), strict=True):
+        for (tenant, run), spec in zip(runs.items(), wanted.values(), strict=True):
             run.result(timeout_s=60)
             store = CheckpointStore(objects=admin.objects, tenant_id=tenant, signing_key=key)
             summary, events = tenant_report(run, platforms[tenant], store, spec["policy"])
-            report["tenants"][tenant.rsplit("-", 1)[0]] = summary
+            report["tenants"][tenant] = summary
             all_events += events
             checkpoints = [
                 {"checkpoint": one.checkpoint_id, "step": one.step, "size_bytes": one.size_bytes}
@@ -191,7 +203,7 @@ def totals(events: list[dict[str, Any]]) -> dict[str, int]:
 def show(report: dict[str, Any], page: Path, curves: list[Path], out: Path) -> None:
     table = Table(title="one backbone, two tenants")
     for name in ("tenant", "steps", "loss", "held-out loss", "version", "checkpoint", "manifest"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for tenant, row in report["tenants"].items():
         table.add_row(
             tenant,
@@ -208,7 +220,7 @@ def show(report: dict[str, Any], page: Path, curves: list[Path], out: Path) -> N
         f"{report['grouped_forwards']} shared by both tenants, {report['seconds']} s"
     )
     console.print(f"report: {page}, numbers: {out / 'report.json'}, curves:")
-    for curve in curves:
+    for curve in [out / "loss_curves.png", *curves]:
         console.print(f"  {curve}")
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from vla_platform.cli import checkpoints, runs, tenants
 from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
-from vla_platform.errors import SpecError
+from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
 from vla_storage.errors import CodedError, Fault
 
@@ -33,7 +33,12 @@ Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", 
 def up(
     var: Var = Path("var"),
     dataset_root: Annotated[
-        list[Path] | None, typer.Option(help="folder whose datasets specs may name; repeatable")
+        list[Path] | None,
+        typer.Option(
+            help="folder whose datasets specs may name; repeatable; kept for later starts",
+            exists=True,
+            file_okay=False,
+        ),
     ] = None,
     timeout_s: Annotated[float, typer.Option(help="give up after this long")] = 180.0,
 ) -> None:
@@ -42,8 +47,10 @@ def up(
 
     roots = ":".join(str(root.resolve()) for root in dataset_root or [])
     info = start(var, dataset_roots=roots, timeout_s=timeout_s, on_progress=progress_line)
-    console.print(f"ready. Flower: {info.flower_url} (user {info.flower_user}, password in")
-    console.print(f"{var}/credentials.json); metrics: {info.metrics_url}; stop: vla down")
+    console.print(
+        f"ready. Flower: {info.flower_url} (user {info.flower_user}, password: flower_password"
+    )
+    console.print(f"in {var}/credentials.json); metrics: {info.metrics_url}; stop: vla down")
 
 
 @app.command()
@@ -51,6 +58,7 @@ def down(var: Var = Path("var")) -> None:
     """Stop the platform; nothing is left running, data stay."""
     from vla_platform.stack.operate import down as stop
 
+    known_stack(var)
     leftovers = stop(var)
     console.print("stopped" + (f"; {leftovers} leftovers ended" if leftovers else ""))
 
@@ -60,6 +68,7 @@ def status(var: Var = Path("var"), format: Format = "table") -> None:
     """Each process: state, pid, uptime."""
     from vla_platform.stack.operate import status as look
 
+    known_stack(var)
     rows = [
         {
             "role": one.role,
@@ -106,6 +115,14 @@ def check(
         emit(spec.model_dump(mode="json"), "json", Table())
     else:
         console.print(f"{file}: a valid {spec.kind} spec for policy {spec.policy}")
+
+
+def known_stack(var: Path) -> None:
+    """Refuse a folder in which no stack was ever started: most likely it is the wrong one."""
+    from vla_platform.stack.info import load
+
+    if load(var.resolve()) is None:
+        raise ConfigurationError(f"no stack in {var.resolve()}; name its folder with --var")
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], title: str | None = None) -> Tab
     """Columns from the first row's keys; text is never read as markup."""
     table = Table(title=title)
     for name in rows[0] if rows else ["nothing here yet"]:
-        table.add_column(name)
+        table.add_column(name, overflow="fold")  # ids are there to be copied whole
     for row in rows:
         table.add_row(
             *["" if value is None else str(value).replace("[", r"\[") for value in row.values()]

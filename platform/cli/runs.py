@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from vla_platform.cli.output import Format, Url, connect, console, emit, read_spec, table_of
 from vla_platform.client import Run, RunStatus
+from vla_platform.client.report import RunReport, write_report
 
-app = typer.Typer(no_args_is_help=True, help="Watch and cancel runs.")
+app = typer.Typer(no_args_is_help=True, help="Watch, report and cancel runs.")
 
 RunId = Annotated[str, typer.Argument(help="a run's id, such as sft-0123456789abcdef0123")]
 
@@ -48,8 +50,44 @@ def show(run: RunId, url: Url = "", format: Format = "table") -> None:
     with connect(url) as platform:
         status = platform.run(run).status()
     row = _row(status) | {"reason": status.reason, "history": list(status.history)}
-    pairs = [{"field": name, "value": value} for name, value in row.items()]
-    emit(row, format, table_of(pairs))
+    told = dict(_row(status))
+    if status.reason:
+        told["reason"] = f"{status.reason.get('message')} [{status.reason.get('code')}]"
+    told |= {str(change["state"]): _time(change["at"] / 1000) for change in status.history}
+    emit(row, format, table_of([{"field": key, "value": value} for key, value in told.items()]))
+
+
+@app.command()
+def report(
+    run: RunId,
+    folder: Annotated[Path, typer.Argument(help="where to write it")] = Path("report"),
+    url: Url = "",
+    format: Format = "table",
+) -> None:
+    """Draw a run's loss curve (PNG) and one self-contained page (HTML)."""
+    with connect(url) as platform:
+        found = platform.run(run)
+        status = found.status()
+        checkpoints = [
+            {"checkpoint": one.checkpoint_id, "step": one.step, "size_bytes": one.size_bytes}
+            for one in platform.checkpoints(status.policy, run)
+        ]
+        paths = write_report(
+            folder,
+            [
+                RunReport(
+                    tenant=platform.tenant,
+                    policy=status.policy,
+                    workload_id=run,
+                    spec=found.spec(),
+                    events=found.metrics(),
+                    checkpoints=checkpoints,
+                    summary=_row(status),
+                )
+            ],
+        )
+    row = {"page": str(paths.html), "curve": str(paths.curves[run])}
+    emit(row, format, table_of([row]))
 
 
 @app.command()
@@ -68,20 +106,24 @@ def cancel(run: RunId, url: Url = "", format: Format = "table") -> None:
 
 
 def follow(run: Run) -> None:
-    """A progress bar per run, fed by its events; raises what ended the run."""
+    """A progress bar fed by the run's events, then how it ended; raises what ended it badly."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(run.id, total=None)
+        bar = progress.add_task(f"{run.id} pending", total=None)
         for event in run.events():
-            if event["kind"] in ("step", "heldout"):
-                status = run.status() if progress.tasks[bar].total is None else None
-                progress.update(
-                    bar,
-                    completed=event["step"],
-                    total=status.total_steps if status else progress.tasks[bar].total,
-                    description=f"{run.id} loss {event.get('loss', event.get('heldout_loss')):.4f}",
+            if event["kind"] == "state":
+                total = run.status().total_steps
+                progress.update(bar, total=total, description=f"{run.id} {event['state']}")
+            elif event["kind"] == "step":
+                shown = f"{run.id} training loss {event['loss']:.4f}"
+                progress.update(bar, completed=event["step"], description=shown)
+            elif event["kind"] == "heldout":
+                progress.console.print(
+                    f"step {event['step']}: held-out loss {event['heldout_loss']:.4f}"
                 )
-    run.result(timeout_s=5)
+    status = run.result(timeout_s=5)
+    console.print(f"{run.id} {status.state} after {status.step} steps: {status.checkpoint}")
+    console.print(f"next: vla runs report {run.id}; vla checkpoints download {status.checkpoint}")
 
 
 def _row(status: RunStatus) -> dict[str, Any]:
@@ -92,4 +134,9 @@ def _row(status: RunStatus) -> dict[str, Any]:
         "step": f"{status.step}/{status.total_steps or '?'}",
         "policy_version": status.policy_version,
         "checkpoint": status.checkpoint,
+        "updated": _time(status.updated_s),
     }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

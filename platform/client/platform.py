@@ -70,7 +70,8 @@ class Platform:
     def checkpoints(self, policy: str, run_id: str | None = None) -> list[Manifest]:
         """Visible checkpoints of a policy, oldest first."""
         refs = self._checkpoints.list(policy, run_id)
-        return [self._checkpoints.manifest(ref.id) for ref in refs]
+        found = [self._checkpoints.manifest(ref.id) for ref in refs]
+        return sorted(found, key=lambda manifest: (manifest.created, manifest.step))
 
     def verify(self, checkpoint_id: str) -> Manifest:
         """Read every object of a checkpoint and compare sizes and digests."""

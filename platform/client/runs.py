@@ -147,6 +147,12 @@ class Run:
             raise WorkloadCancelledError(f"{self.id} was cancelled", workload=self.id)
         return status
 
+    def spec(self) -> dict[str, Any]:
+        """The spec as the platform took it, every default filled in."""
+        key = f"{self._connection.tenant}/workloads/{self.id}/spec.json"
+        found: dict[str, Any] = json.loads(self._connection.objects.get(key))
+        return found
+
     def cancel(self, *, timeout_s: float = 30.0) -> WorkloadState:
         """Final. Returns the state it ended in, which may be an earlier end."""
         answer = self._connection.call(

@@ -139,7 +139,8 @@ def derive_schema(services: Services, spec: SFTSpec, dataset: LeRobotDataset) ->
             raise UnavailableError("no GPU worker has registered a base model yet; try again")
         hint = nearest(spec.base_model, bases)
         raise SpecError(
-            f"base_model {spec.base_model!r} is not served; {hint or ', '.join(sorted(bases))}",
+            f"base_model {spec.base_model!r} is not served; "
+            f"{hint or 'served are ' + ', '.join(sorted(bases))}",
             problems=[{"field": "base_model", "value": spec.base_model, "problem": "not served"}],
         )
     asked = spec.dataset

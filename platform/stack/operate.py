@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,9 @@ Progress = Callable[[str, str], None]
 """`on_progress(role, "starting" | "ready")`."""
 
 _TAIL_LINES = 30
+_LOG_LINES = 400
+_ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception)\b: ")
+"""The line of a traceback that says what was wrong."""
 _MAX_RESTARTS = 2
 
 
@@ -58,11 +62,17 @@ def up(
     with _exclusive(var):
         info = stack_info.load(var)
         if info is not None and supervisor.daemon(var) is not None:
+            if dataset_roots and dataset_roots != info.dataset_roots:
+                raise ConfigurationError(
+                    f"the stack runs with the dataset roots {info.dataset_roots or 'none'}; "
+                    "`vla down` first: they are read at the start"
+                )
             _start_stopped(info)
         else:
             sweep(var)
-            for counter in (var / "starts").glob("*"):
-                counter.unlink()
+            # Marks of an earlier life would tell that a role works before it has begun.
+            for mark in (*(var / "starts").glob("*"), *(var / "ready").glob("*")):
+                mark.unlink()
             info = prepare(var, roles, given, dataset_roots, info)
             supervisor.start(var / "supervisord.conf", {**given, supervisor.MARKER: str(var)})
         for name in info.roles:
@@ -167,8 +177,16 @@ def _wait_ready(
         late = waiting if waiting and time.monotonic() > deadline else []
         for name in fatal or late:
             problem = "does not stay up" if fatal else f"is not ready after {timeout_s:.0f} s"
-            tail = "\n".join(_tail(_log(info.var, name), _TAIL_LINES))
-            raise ConfigurationError(f"{name} {problem}; the end of its log:\n{tail}", role=name)
+            log = _tail(_log(info.var, name), _LOG_LINES)
+            tail = "\n".join(log[-_TAIL_LINES:])
+            # The supervisor may have begun the next try, whose banner hides why the last one ended.
+            reason = next((line for line in reversed(log) if _ERROR.search(line)), "")
+            raise ConfigurationError(
+                f"{name} {problem}{': ' if reason else ''}{reason.strip()}\n"
+                f"What runs is left for a look: `vla logs {name}`, then `vla down`. "
+                f"The end of its log:\n{tail}",
+                role=name,
+            )
         time.sleep(0.05)
 
 

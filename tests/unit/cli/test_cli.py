@@ -59,4 +59,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         assert (done.returncode, "not a URL" in done.stderr) == (2, True)
     done = run("runs", "list", "--url", "vla://a:b@127.0.0.1:1/0?bucket=x")
     assert (done.returncode, "does not answer" in done.stderr) == (1, True)
-    assert run("status", "--var", str(tmp_path / "none"), "--format", "json").stdout == "[]\n"
+    for command in ("status", "down"):
+        done = run(command, "--var", str(tmp_path / "none"))
+        assert (done.returncode, "no stack in" in done.stderr) == (1, True)
+    done = run("up", "--dataset-root", str(tmp_path / "none"))
+    assert (done.returncode, "does not exist" in done.stderr) == (2, True)
