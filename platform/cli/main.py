@@ -47,10 +47,9 @@ def up(
 
     roots = ":".join(str(root.resolve()) for root in dataset_root or [])
     info = start(var, dataset_roots=roots, timeout_s=timeout_s, on_progress=progress_line)
-    console.print(
-        f"ready. Flower: {info.flower_url} (user {info.flower_user}, password: flower_password"
-    )
-    console.print(f"in {var}/credentials.json); metrics: {info.metrics_url}; stop: vla down")
+    console.print(f"ready. Flower: {info.flower_url}, user {info.flower_user}, password:")
+    console.print(f"flower_password in {var}/credentials.json. Metrics: {info.metrics_url}")
+    console.print("next: vla tenants add NAME; stop with vla down")
 
 
 @app.command()

@@ -50,8 +50,9 @@ def emit(value: Any, format: str, table: Table) -> None:
 def table_of(rows: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
     """Columns from the first row's keys; text is never read as markup."""
     table = Table(title=title)
-    for name in rows[0] if rows else ["nothing here yet"]:
-        table.add_column(name, overflow="fold")  # ids are there to be copied whole
+    for at, name in enumerate(rows[0] if rows else ["nothing here yet"]):
+        # Ids are there to be copied: the first column stays on one line, the others are whole.
+        table.add_column(name, overflow="fold", no_wrap=at == 0)
     for row in rows:
         table.add_row(
             *["" if value is None else str(value).replace("[", r"\[") for value in row.values()]

@@ -41,7 +41,10 @@ def list_runs(url: Url = "", format: Format = "table") -> None:
     """All runs, newest first."""
     with connect(url) as platform:
         rows = [_row(run.status()) for run in platform.runs()]
-    emit(rows, format, table_of(rows))
+    brief = [
+        {key: row[key] for key in ("run", "policy", "state", "step", "updated")} for row in rows
+    ]
+    emit(rows, format, table_of(brief))
 
 
 @app.command()
@@ -122,8 +125,8 @@ def follow(run: Run) -> None:
                     f"step {event['step']}: held-out loss {event['heldout_loss']:.4f}"
                 )
     status = run.result(timeout_s=5)
-    console.print(f"{run.id} {status.state} after {status.step} steps: {status.checkpoint}")
-    console.print(f"next: vla runs report {run.id}; vla checkpoints download {status.checkpoint}")
+    typer.echo(f"{run.id} {status.state} after {status.step} steps: {status.checkpoint}")
+    typer.echo(f"next: vla runs report {run.id}; vla checkpoints download {status.checkpoint}")
 
 
 def _row(status: RunStatus) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ GOOD = "kind: sft\npolicy: pick\nsteps: 10\ndataset: {path: demos}\n"
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vla_platform.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    wide = {**os.environ, "COLUMNS": "300"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
 
 
 @pytest.mark.parametrize("words", [[], ["runs"], ["checkpoints"], ["tenants"], ["check"], ["up"]])
