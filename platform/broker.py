@@ -22,6 +22,9 @@ INGRESS_PREFIX = "ingress."
 INGRESS_TASKS = {
     "ingress.submit": {"request_id", "spec", "key"},
     "ingress.cancel": {"request_id", "run"},
+    "ingress.pause": {"request_id", "run"},
+    "ingress.resume": {"request_id", "run"},
+    "ingress.explain": {"request_id", "run"},
 }
 """What a tenant may ask for, with exactly these arguments, all of them text."""
 MAX_MESSAGE_BYTES = 128 * 1024

@@ -13,6 +13,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vla_platform.control.training_job import ReserveLimits
 from vla_platform.errors import ConfigurationError
 
 
@@ -42,10 +43,22 @@ class Settings(BaseModel):
     slice_s: float = Field(5.0, gt=0.0, description="longest run of one draining task")
     reconcile_s: float = Field(2.0, gt=0.0)
     max_running_per_tenant: int = Field(4, ge=1)
+    max_rollouts_per_tenant: int = Field(1, ge=1, description="rollouts that step at once")
+    max_rollouts: int = Field(3, ge=1, description="the same, of all tenants")
+    share_window_s: float = Field(
+        5.0, gt=0.0, description="worker-seconds a tenant may be ahead of its share"
+    )
     max_pending_per_tenant: int = Field(1000, ge=1)
     role: str = Field("", description="control | sft | gpu | beat | flower | metrics")
     port: int = Field(0, description="where the metrics collector listens; 0: 9100")
     ready_file: Path | None = Field(None, description="created once the process is ready")
+
+    def reserve_limits(self) -> ReserveLimits:
+        return ReserveLimits(
+            tenant_rollouts=self.max_rollouts_per_tenant,
+            rollouts=self.max_rollouts,
+            share_window_s=self.share_window_s,
+        )
 
     def roots(self) -> tuple[Path, ...]:
         return tuple(Path(part).resolve() for part in self.dataset_roots.split(":") if part)

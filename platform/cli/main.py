@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(tenants.app, name="tenants")
 app.command("submit")(runs.submit)
+app.command("explain")(runs.explain)
 
 Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 
@@ -114,6 +116,20 @@ def check(
         emit(spec.model_dump(mode="json"), "json", Table())
     else:
         console.print(f"{file}: a valid {spec.kind} spec for policy {spec.policy}")
+
+
+@app.command()
+def recover(var: Var = Path("var"), format: Format = "table") -> None:
+    """Build the ledger again from the object store. Safe at any time; nothing done is redone.
+
+    The control worker does the same by itself when the control Redis was restarted or emptied.
+    """
+    from vla_platform.control.recovery import recover as rebuild
+
+    with tenants.operator(var) as one:
+        found = rebuild(one)
+    row = {name: list(runs) for name, runs in asdict(found).items()}
+    emit(row, format, table_of([{"what": name, "runs": runs} for name, runs in row.items()]))
 
 
 def known_stack(var: Path) -> None:

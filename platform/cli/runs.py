@@ -13,7 +13,7 @@ from vla_platform.cli.output import Format, Url, connect, console, emit, read_sp
 from vla_platform.client import Run, RunStatus
 from vla_platform.client.report import RunReport, write_report
 
-app = typer.Typer(no_args_is_help=True, help="Watch, report and cancel runs.")
+app = typer.Typer(no_args_is_help=True, help="Watch, report, pause and cancel runs.")
 
 RunId = Annotated[str, typer.Argument(help="a run's id, such as sft-0123456789abcdef0123")]
 
@@ -106,6 +106,30 @@ def cancel(run: RunId, url: Url = "", format: Format = "table") -> None:
     with connect(url) as platform:
         row = {"run": run, "state": str(platform.run(run).cancel())}
     emit(row, format, table_of([row]))
+
+
+@app.command()
+def pause(run: RunId, url: Url = "", format: Format = "table") -> None:
+    """Begin no further training job of a run; what is in flight ends."""
+    with connect(url) as platform:
+        row = {"run": run, "state": str(platform.run(run).pause())}
+    emit(row, format, table_of([row]))
+
+
+@app.command()
+def resume(run: RunId, url: Url = "", format: Format = "table") -> None:
+    """Go on with a paused run."""
+    with connect(url) as platform:
+        row = {"run": run, "state": str(platform.run(run).resume())}
+    emit(row, format, table_of([row]))
+
+
+def explain(run: RunId, url: Url = "", format: Format = "table") -> None:
+    """What a run waits for, its place in the line, and about how long."""
+    with connect(url) as platform:
+        row = platform.run(run).explain()
+    told = [{"field": key, "value": value} for key, value in row.items() if value not in (None, "")]
+    emit(row, format, table_of(told))
 
 
 def follow(run: Run) -> None:

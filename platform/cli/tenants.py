@@ -29,6 +29,10 @@ class Operator:
     objects: S3ObjectStore
     iam: S3Admin
 
+    @property
+    def signing_key(self) -> bytes:
+        return self.info.signing_key_file.read_bytes().strip()
+
     def add(self, name: str) -> str:
         return tenants.add_tenant(
             name,
@@ -90,6 +94,22 @@ def list_tenants(var: Var = Path("var"), format: Format = "table") -> None:
     with operator(var) as one:
         rows = [{"tenant": tenant.tenant_id} for tenant in tenants.list_tenants(one.objects)]
     emit(rows, format, table_of(rows))
+
+
+@app.command()
+def weight(
+    name: Annotated[str, typer.Argument(help="the tenant's name")],
+    share: Annotated[
+        float, typer.Argument(help="beside the others' shares, which are 1", min=0.01)
+    ],
+    var: Var = Path("var"),
+    format: Format = "table",
+) -> None:
+    """Give a tenant a larger or smaller share of the workers while others wait."""
+    with operator(var) as one:
+        one.ledger.set_weight(name, share)
+    row = {"tenant": name, "weight": share}
+    emit(row, format, table_of([row]))
 
 
 @app.command()

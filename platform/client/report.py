@@ -160,13 +160,9 @@ def show(value: Any) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred mean over about a twentieth of the values; symmetric to the end, so without lag."""
+    """Centred mean over about a twentieth of the values; at the ends, over those that are there."""
     half = max(2, len(values) // 40)
-    smoothed = []
-    for place in range(len(values)):
-        reach = min(half, place, len(values) - 1 - place)
-        smoothed.append(fmean(values[place - reach : place + reach + 1]))
-    return smoothed
+    return [fmean(values[max(0, place - half) : place + half + 1]) for place in range(len(values))]
 
 
 def _draw(axes: Axes, run: RunReport) -> None:
@@ -189,6 +185,7 @@ def _draw(axes: Axes, run: RunReport) -> None:
                 ha="left" if place == 0 else "right",
                 fontsize=9,
                 color=_ORANGE,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
             )
     if loss or heldout:
         axes.legend(frameon=False, fontsize=9)

@@ -153,6 +153,25 @@ class Run:
         found: dict[str, Any] = json.loads(self._connection.objects.get(key))
         return found
 
+    def pause(self, *, timeout_s: float = 30.0) -> WorkloadState:
+        """Begin nothing new; what is in flight ends. Raises `IllegalTransitionError` where the
+        run is not running."""
+        return self._shift("ingress.pause", timeout_s)
+
+    def resume(self, *, timeout_s: float = 30.0) -> WorkloadState:
+        return self._shift("ingress.resume", timeout_s)
+
+    def _shift(self, task: str, timeout_s: float) -> WorkloadState:
+        answer = self._connection.call(task, timeout_s=timeout_s, shown=self.id, run=self.id)
+        return WorkloadState(answer)
+
+    def explain(self, *, timeout_s: float = 30.0) -> dict[str, Any]:
+        """What the run waits for: `waits_for, position, estimate_s, jobs, dropped`."""
+        answer: dict[str, Any] = self._connection.call(
+            "ingress.explain", timeout_s=timeout_s, shown=self.id, run=self.id
+        )
+        return answer
+
     def cancel(self, *, timeout_s: float = 30.0) -> WorkloadState:
         """Final. Returns the state it ended in, which may be an earlier end."""
         answer = self._connection.call(

@@ -11,6 +11,7 @@ from celery.worker.consumer.tasks import Tasks
 
 from vla_platform.broker import ingress_queue, queue
 from vla_platform.control.reconciler import restore_tenants
+from vla_platform.control.recovery import recover_if_lost
 from vla_platform.control.services import services
 from vla_platform.control.tenants import TENANTS_KEY
 
@@ -30,6 +31,7 @@ class IngressStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def start(self, parent: Any) -> None:
         services().ledger.load()
+        recover_if_lost(services())
         restore_tenants(services())
         self._stop = threading.Event()
         consumed: set[str] = set()

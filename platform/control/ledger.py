@@ -1,22 +1,25 @@
 """The ledger: what is in flight, in the control Redis. The only module that changes it.
 
-Every method is one atomic server-side function (`ledger.lua`) on server time; its docstring there
-says which states it accepts. Late writes of a lost lease raise `LeaseLostError`.
+Every operation is one atomic server-side function on server time (`lua/*.lua`, loaded as one
+library); its comment there says which states it accepts. Late writes of a lost lease raise
+`LeaseLostError`, transitions that no table allows `IllegalTransitionError`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
 import redis
 
-from vla_platform.control.states import tables
+from vla_platform.control.states import JobState, Stage, tables
+from vla_platform.control.training_job import Due, Progress, ReserveLimits, TrainingJob
 from vla_platform.errors import (
     ConflictError,
     IllegalTransitionError,
@@ -34,70 +37,28 @@ _ERRORS = {
     "VLA_LEASE_LOST": LeaseLostError,
     "VLA_ILLEGAL": IllegalTransitionError,
 }
+_FILES = ("core", "workloads", "jobs", "workers")
+_OPERATIONS = (
+    *("submit", "restore", "prepared", "admit", "pause", "resume"),
+    *("checkpointed", "finish", "fail", "cancel"),
+    *("reserve", "mark", "lease_stage", "renew", "drop", "complete", "release"),
+    *("lease_group", "heartbeat", "leave", "rewind", "expire", "pending", "review"),
+)
+TEST_CLOCK_KEY = "vla:test:clock"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingJob:
-    """The descriptor that travels for one unit of training work."""
+@functools.cache
+def library_source(*, test_clock: bool = False) -> str:
+    """The function library with the state tables in place.
 
-    job_id: str
-    workload: str
-    tenant_id: str
-    policy_key: str  # tenant/policy
-    task_type: str  # sft
-    base_model: str
-    schema_signature: str
-    partition_id: str  # address of its samples in the payload store
-    position: int  # place in the workload's plan, from 0
-    priority: int
-    fence: int  # rises with every lease; a write under an older one is refused
-    attempt: int
-    sample_count: int = 0
-    domain: str = "train"  # train | heldout
-    created_seq: int = 0
-    ready_seq: int = 0
-    queue_wait_ms: int = 0  # from ready to leased
-    mount: bool = False  # the slot changed hands: restore it before training
-    slot_fence: int = 0
-    base_version: int = 0  # policy version before the workload's first step
-    version: int = 1
-
-    @classmethod
-    def from_hash(cls, raw: dict[str, Any]) -> TrainingJob:
-        values: dict[str, Any] = {}
-        for name, kind in cls.__annotations__.items():
-            if raw.get(name) is not None:
-                value = raw[name]
-                if kind == "int":
-                    value = int(value)
-                elif kind == "bool":
-                    value = bool(int(value))
-                values[name] = value
-        return cls(**values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """What a completed job leaves behind."""
-
-    in_flight: int
-    through: bool  # that was the workload's last position
-
-
-@dataclass(frozen=True, kw_only=True)
-class Due:
-    """What the ledger says is due and no live message carries."""
-
-    prepare: tuple[str, ...] = ()
-    admit: tuple[str, ...] = ()
-    produce: tuple[str, ...] = ()
-    train: tuple[str, ...] = ()
-
-
-def library_source() -> str:
-    """The function library with the state tables in place."""
-    source = resources.files("vla_platform.control").joinpath("ledger.lua").read_text()
-    return source.replace("local TABLES = @TABLES@", f"local TABLES = {_lua(tables())}")
+    With `test_clock` the milliseconds under `TEST_CLOCK_KEY` are added to the server's time.
+    """
+    folder = resources.files("vla_platform.control").joinpath("lua")
+    source = "\n".join(folder.joinpath(f"{name}.lua").read_text() for name in _FILES)
+    clock = f"tonumber(redis.call('GET', '{TEST_CLOCK_KEY}') or 0)" if test_clock else "0"
+    source = source.replace("@TABLES@", _lua(tables())).replace("@CLOCK@", clock)
+    register = (f"redis.register_function('vla_{name}', {name})" for name in _OPERATIONS)
+    return "\n".join(["#!lua name=vla", source, *register])
 
 
 def _lua(value: dict[str, Any] | list[str]) -> str:
@@ -110,16 +71,17 @@ def _lua(value: dict[str, Any] | list[str]) -> str:
 class Ledger:
     """Workloads, training jobs, leases, slots."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: redis.Redis, *, test_clock: bool = False) -> None:
         # With decode_responses replies are str, which redis-py's types do not say.
         self._redis: Any = client
+        self._test_clock = test_clock
 
     @classmethod
-    def connect(cls, url: str) -> Ledger:
+    def connect(cls, url: str, *, test_clock: bool = False) -> Ledger:
         client = redis.Redis.from_url(
             url, decode_responses=True, socket_timeout=15, health_check_interval=15
         )
-        return cls(client)
+        return cls(client, test_clock=test_clock)
 
     @property
     def client(self) -> Any:
@@ -131,7 +93,7 @@ class Ledger:
 
     def load(self) -> None:
         """Put the function library on the server, replacing an older one."""
-        self._redis.function_load(library_source(), replace=True)
+        self._redis.function_load(library_source(test_clock=self._test_clock), replace=True)
 
     def _call(self, name: str, *args: Any) -> Any:
         try:
@@ -145,7 +107,7 @@ class Ledger:
         except redis.ResponseError as error:
             code, _, text = str(error).partition(" ")
             kind = _ERRORS.get(code, LedgerError)
-            raise kind(text or code, operation=name) from error
+            raise kind(text or str(error), operation=name) from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise _unavailable(error) from error
 
@@ -155,12 +117,24 @@ class Ledger:
         """Record a pending workload. False: the same one is already there."""
         return bool(self._call("submit", workload, json.dumps(fields), max_pending))
 
+    def restore(self, workload: str, fields: dict[str, Any]) -> bool:
+        """Record a workload as the object store knows it. False: the ledger has it."""
+        return bool(self._call("restore", workload, json.dumps(fields)))
+
     def prepared(self, workload: str, *, total_positions: int, total_steps: int) -> None:
         self._call("prepared", workload, total_positions, total_steps)
 
     def admit(self, workload: str, *, max_running: int) -> str:
         """`running`, or why it waits."""
         return str(self._call("admit", workload, max_running))
+
+    def pause(self, workload: str) -> bool:
+        """False: it was paused before."""
+        return bool(self._call("pause", workload))
+
+    def resume(self, workload: str) -> bool:
+        """False: it was running before."""
+        return bool(self._call("resume", workload))
 
     def checkpointed(self, workload: str, *, position: int, checkpoint: str, step: int) -> None:
         self._call("checkpointed", workload, position, checkpoint, step)
@@ -182,6 +156,11 @@ class Ledger:
             raise NotFoundError(f"no run {workload}", workload=workload)
         return found
 
+    def knows(self, workload: str) -> bool:
+        """False: it never was, or the control Redis has lost it and is about to recover."""
+        with _answers():
+            return bool(self._redis.exists(f"vla:w:{workload}"))
+
     def steps(self, workload: str) -> dict[int, dict[str, Any]]:
         """The step log: optimizer step to what it did. No gap, no duplicate."""
         with _answers():
@@ -190,25 +169,70 @@ class Ledger:
 
     # --- training jobs ---
 
-    def reserve(self, workload: str, *, lease_s: float) -> TrainingJob | str:
+    def reserve(
+        self, workload: str, *, lease_s: float, limits: ReserveLimits | None = None
+    ) -> TrainingJob | str:
         """The next position to produce, or why there is none now."""
-        answer = json.loads(self._call("reserve", workload, int(lease_s * 1000)))
+        given = json.dumps(asdict(limits or ReserveLimits()))
+        answer = json.loads(self._call("reserve", workload, _ms(lease_s), given))
         return TrainingJob.from_hash(answer["job"]) if "job" in answer else str(answer["wait"])
 
-    def mark_ready(self, job: TrainingJob, *, sample_count: int, domain: str) -> bool:
-        """True: a training task should be sent, for nobody is draining."""
-        return bool(self._call("mark_ready", job.job_id, job.fence, sample_count, domain))
+    def mark(self, job: TrainingJob, state: JobState, **fields: int | str) -> bool:
+        """The held job goes on to `state`, with `fields` written to its descriptor.
+
+        True: a task for the next stage should be sent, for nobody is known to look.
+        """
+        return bool(self._call("mark", job.job_id, job.fence, state, json.dumps(fields)))
+
+    def lease_stage(
+        self, stage: Stage, worker: str, *, lease_s: float, base_model: str = ""
+    ) -> TrainingJob | None:
+        """The next job that waits for `stage`; for the actor's forward, of one base model."""
+        answer = json.loads(self._call("lease_stage", stage, worker, _ms(lease_s), base_model))
+        return TrainingJob.from_hash(answer) if answer else None
+
+    def lease_next(self, worker: str, base_model: str, *, lease_s: float) -> TrainingJob | None:
+        """The next ready job, for a worker that does not group."""
+        return next(iter(self.lease_group(worker, base_model, max_jobs=1, lease_s=lease_s)), None)
 
     def lease_group(
         self, worker: str, base_model: str, *, max_jobs: int, lease_s: float
     ) -> list[TrainingJob]:
-        answer = self._call("lease_group", worker, base_model, max_jobs, int(lease_s * 1000))
+        answer = self._call("lease_group", worker, base_model, max_jobs, _ms(lease_s))
         return [TrainingJob.from_hash(raw) for raw in json.loads(answer)]
 
+    def renew(self, job: TrainingJob, *, lease_s: float, progress: str = "") -> None:
+        """Keep one job and say how far it is. Raises `LeaseLostError` once it is not ours."""
+        self._call("renew", job.job_id, job.fence, _ms(lease_s), progress)
+
     def heartbeat(self, worker: str, *, lease_s: float, jobs: tuple[str, ...] = ()) -> list[str]:
-        """Keep everything `worker` holds. Returns those of `jobs` that are its own no longer."""
-        answer = json.loads(self._call("heartbeat", worker, int(lease_s * 1000), *jobs))
+        """Keep a training worker's slots and `jobs`. Returns those that are its own no longer."""
+        answer = json.loads(self._call("heartbeat", worker, _ms(lease_s), *jobs))
         return [str(job) for job in answer]
+
+    def complete(
+        self,
+        job: TrainingJob,
+        *,
+        step: int,
+        result: dict[str, Any],
+        cost_s: float = 0.0,
+        samples: int = 0,
+    ) -> Progress:
+        """The job took effect. `cost_s`, worker-seconds, is charged to its tenant's share."""
+        answer = self._call(
+            "complete",
+            *(job.job_id, job.fence, job.slot_fence, step, json.dumps(result), cost_s, samples),
+        )
+        return Progress(**json.loads(answer))
+
+    def drop(self, job: TrainingJob, reason: str) -> None:
+        """RL only: the held job's samples train nothing; it is counted under `reason`."""
+        self._call("drop", job.job_id, job.fence, reason)
+
+    def release(self, job: TrainingJob) -> None:
+        """Give a leased job back, uncounted."""
+        self._call("release", job.job_id, job.fence)
 
     def leave(self, worker: str, policy_key: str = "") -> int:
         """Give back every slot of a worker, or that of one policy; returns how many."""
@@ -219,7 +243,7 @@ class Ledger:
         with _answers():
             state = self._redis.hget(f"vla:w:{job.workload}", "state")
             fence = self._redis.hget(f"vla:policy:{job.policy_key}", "slot_fence")
-        return state == "running" and int(fence or 0) == job.slot_fence
+        return state in ("running", "paused") and int(fence or 0) == job.slot_fence
 
     def rewind(
         self, job: TrainingJob, *, position: int, step: int, samples_lost: bool = False
@@ -230,19 +254,25 @@ class Ledger:
 
     def wait_for_ready(self, base_model: str, *, timeout_s: float) -> bool:
         """Block until a job of the base model becomes ready; False after `timeout_s`."""
-        with _answers():
-            return self._redis.blpop([f"vla:wake:{base_model}"], timeout=timeout_s) is not None
+        return self._wait(f"vla:wake:{base_model}", timeout_s)
+
+    def wait_for_stage(self, stage: Stage, *, timeout_s: float) -> bool:
+        """Block until a job waits for `stage`; False after `timeout_s`."""
+        return self._wait(f"vla:wake:{stage}", timeout_s)
 
     def wait_for_room(self, workload: str, *, timeout_s: float) -> bool:
-        """Block until a job of the workload completes; False after `timeout_s`."""
+        """Block until a reservation may be worth another try; False after `timeout_s`."""
+        return self._wait(f"vla:room:{workload}", timeout_s)
+
+    def _wait(self, key: str, timeout_s: float) -> bool:
         with _answers():
-            return self._redis.blpop([f"vla:room:{workload}"], timeout=timeout_s) is not None
+            return self._redis.blpop([key], timeout=timeout_s) is not None
 
     def producing(self, workload: str, *, for_s: float) -> None:
-        """Tell the reaper that somebody produces for this workload; 0 ends it."""
+        """Tell the reconciler that somebody produces for this workload; 0 ends it."""
         with _answers():
             if for_s:
-                self._redis.set(f"vla:producing:{workload}", 1, px=int(for_s * 1000))
+                self._redis.set(f"vla:producing:{workload}", 1, px=_ms(for_s))
             else:
                 self._redis.delete(f"vla:producing:{workload}")
 
@@ -252,11 +282,81 @@ class Ledger:
             self._redis.delete(f"vla:draining:{base_model}", f"vla:hint:training:{base_model}")
 
     def first_ready(self, base_model: str) -> TrainingJob | None:
-        """The job at the head of the queue, for a hint to name."""
-        for job_id in self._redis.zrange(f"vla:ready:{base_model}", 0, 0):
-            raw = self._redis.hgetall(f"vla:j:{job_id}")
-            return TrainingJob.from_hash(raw) if raw else None
+        """A job at the head of the queue, for a hint to name."""
+        with _answers():
+            for queue in self._ready_queues(base_model):
+                for job_id in self._redis.zrange(queue, 0, 0):
+                    raw = self._redis.hgetall(f"vla:j:{job_id}")
+                    return TrainingJob.from_hash(raw) if raw else None
         return None
+
+    def ready_ahead(self, jobs: list[str], base_model: str) -> int | None:
+        """How many ready jobs go before the first of `jobs`; None: none of them is next."""
+        with _answers():
+            every: dict[str, float] = {}
+            for queue in self._ready_queues(base_model):
+                every |= dict(self._redis.zrange(queue, 0, -1, withscores=True))
+        mine = [every[job] for job in jobs if job in every]
+        return sum(rank < min(mine) for rank in every.values()) if mine else None
+
+    def seconds_per_job(self, base_model: str) -> float | None:
+        """Mean worker-seconds of a training job so far; None before the first."""
+        with _answers():
+            spent, jobs = self._redis.hmget("vla:pace", f"{base_model}:s", f"{base_model}:jobs")
+        return float(spent) / int(jobs) if jobs else None
+
+    def _ready_queues(self, base_model: str) -> list[str]:
+        owners = self._redis.zrange("vla:workers", 0, -1)
+        return [f"vla:ready:{base_model}", *(f"vla:ready:{base_model}:{name}" for name in owners)]
+
+    # --- for the reconciler ---
+
+    def due(self) -> Due:
+        """Return expired leases, end what is over its time, and name what should be sent."""
+        self._call("expire")
+        waiting = json.loads(self._call("pending"))
+        produce: list[str] = []
+        cursor = "0"
+        while True:
+            part = json.loads(self._call("review", cursor))
+            produce.extend(part.get("produce", ()))
+            cursor = str(part["cursor"])
+            if cursor == "0":
+                break
+        with _answers():
+            bases = self._redis.hkeys("vla:bases")
+            stages = [(Stage.ADVANTAGES, "")] + [(Stage.ACTOR_FORWARD, base) for base in bases]
+            return Due(
+                prepare=tuple(waiting.get("prepare", ())),
+                admit=tuple(waiting.get("admit", ())),
+                produce=tuple(produce),
+                stages=tuple(
+                    (stage, base)
+                    for stage, base in stages
+                    if self._redis.zcard(f"vla:stage:{stage}" + (f":{base}" if base else ""))
+                ),
+                train=tuple(
+                    base
+                    for base in bases
+                    if not self._redis.exists(f"vla:draining:{base}")
+                    and any(self._redis.zcard(queue) for queue in self._ready_queues(base))
+                ),
+            )
+
+    def take_cleared(self, count: int = 256) -> list[tuple[str, str]]:
+        """`(partition_id, tenant_id)` of ended jobs; whoever takes them clears their payload."""
+        with _answers():
+            lines = self._redis.lpop("vla:clear", count) or []
+        return [tuple(line.split(" ", 1)) for line in lines]
+
+    def ended(self, count: int = 64) -> list[str]:
+        """Workloads whose outcome is not yet in the object store; `recorded` takes them off."""
+        with _answers():
+            return list(self._redis.lrange("vla:ended", 0, count - 1))
+
+    def recorded(self, workload: str) -> None:
+        with _answers():
+            self._redis.lrem("vla:ended", 1, workload)
 
     def register_base_model(self, name: str, facts: dict[str, Any]) -> None:
         """What admission needs to know of a base model: digest, image size, width."""
@@ -267,24 +367,10 @@ class Ledger:
             found = self._redis.hgetall("vla:bases")
         return {name: json.loads(raw) for name, raw in found.items()}
 
-    def complete(self, job: TrainingJob, *, step: int, result: dict[str, Any]) -> Progress:
-        answer = self._call(
-            "complete", job.job_id, job.fence, job.slot_fence, step, json.dumps(result)
-        )
-        return Progress(**json.loads(answer))
-
-    def release(self, job: TrainingJob) -> None:
-        self._call("release", job.job_id, job.fence)
-
-    def reap(self) -> Due:
-        raw = json.loads(self._call("reap"))
-        return Due(**{name: tuple(values) for name, values in raw.items()})
-
-    def take_cleared(self, count: int = 256) -> list[tuple[str, str]]:
-        """`(partition_id, tenant_id)` of ended jobs; whoever takes them clears their payload."""
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """The tenant's share of the workers beside others'; 1 by default."""
         with _answers():
-            lines = self._redis.lpop("vla:clear", count) or []
-        return [tuple(line.split(" ", 1)) for line in lines]
+            self._redis.hset("vla:weights", tenant, weight)
 
 
 @contextlib.contextmanager
@@ -304,6 +390,10 @@ def workload_id(tenant: str, kind: str, key: str) -> str:
     """A run's id follows from its idempotency key: a retried submit cannot make a second run."""
     digest = hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()
     return f"{kind}-{digest[:20]}"
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
 
 
 def _step(item: tuple[str, str]) -> int:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from vla_platform.control import dispatch
-from vla_platform.control.ledger import TrainingJob
 from vla_platform.control.plan import Domain, Plan
 from vla_platform.control.services import Services
+from vla_platform.control.states import JobState, WorkloadState, is_terminal
+from vla_platform.control.training_job import TrainingJob
 from vla_platform.control.workloads import (
     Prepared,
     derive_schema,
@@ -32,6 +33,7 @@ from vla_storage.errors import CodedError, ObjectExistsError
 
 MOST_SOURCES = 16
 PAYLOAD_TTL_S = 3600.0
+ENDED = frozenset(str(state) for state in WorkloadState if is_terminal(state))
 
 
 @dataclass(kw_only=True)
@@ -148,7 +150,7 @@ def prepare(services: Services, tenant: str, run: str) -> str:
         try:
             prepared, plan = _measure(services, tenant, run)
         except CodedError as error:
-            if error.retryable:
+            if error.retryable or not services.ledger.knows(run):
                 raise  # the reconciler sends this again
             return services.ledger.fail(run, error.to_dict())
         # It may be there already, from a worker that died before it could say so.
@@ -198,22 +200,24 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
     try:
         while time.monotonic() < end:
             services.ledger.producing(run, for_s=lease_s)
-            job = services.ledger.reserve(run, lease_s=lease_s)
+            job = services.ledger.reserve(
+                run, lease_s=lease_s, limits=services.settings.reserve_limits()
+            )
             if isinstance(job, TrainingJob):
                 _produce_one(services, sources.get(tenant, run), job)
                 produced += 1
-            elif job == "in-flight limit":
+            elif job in ("in-flight limit", "fair share"):
                 services.ledger.wait_for_room(run, timeout_s=0.5)
             else:
-                if job in ("succeeded", "failed", "cancelled"):
+                if job in ENDED:
                     sources.drop(run)
                 return produced
         dispatch.produce(tenant, run)
     except LeaseLostError:
         sources.drop(run)  # cancelled, sent back or taken over: the ledger knows who goes on
     except CodedError as error:
-        if error.retryable:
-            raise  # the reconciler sends this again
+        if error.retryable or not services.ledger.knows(run):
+            raise  # the reconciler sends this again, once it has recovered a lost ledger
         services.ledger.fail(run, error.to_dict())
         sources.drop(run)
     finally:
@@ -228,7 +232,9 @@ def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
     )  # what a producer left that died before `ready`
     services.payloads.put(job.partition_id, job.tenant_id, batch.columns, ttl_s=PAYLOAD_TTL_S)
     try:
-        hint_is_due = services.ledger.mark_ready(job, sample_count=len(batch), domain=str(domain))
+        hint_is_due = services.ledger.mark(
+            job, JobState.READY, sample_count=len(batch), domain=str(domain)
+        )
     except LeaseLostError:
         services.payloads.clear(job.partition_id, job.tenant_id)
         raise

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from vla_platform.control import dispatch, production
-from vla_platform.control.ledger import Due
+from vla_platform.control.outcomes import record_outcomes
+from vla_platform.control.recovery import recover_if_lost
 from vla_platform.control.services import Services
 from vla_platform.control.tenants import restore_acls
+from vla_platform.control.training_job import Due
 
 
 def reconcile(services: Services) -> Due:
     """One round. Safe to run twice and at once: every receiver asks the ledger first."""
-    due = services.ledger.reap()
+    recover_if_lost(services)
+    due = services.ledger.due()
     for run in due.prepare:
         dispatch.prepare(services.ledger.workload(run)["tenant"], run)
     for run in due.admit:
@@ -26,6 +29,7 @@ def reconcile(services: Services) -> Due:
                 partition_id=job.partition_id,
                 base_model=base_model,
             )
+    record_outcomes(services)
     clear_partitions(services)
     return due
 

@@ -1,10 +1,11 @@
 """States of workloads and training jobs, and the transitions that the ledger allows.
 
-The tables are data: `control/ledger.lua` gets them as JSON, so there is one truth.
+The tables are data: the ledger's Lua functions get them as they are here, so there is one truth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -13,6 +14,8 @@ class WorkloadState(StrEnum):
     """Accepted and in S3; its data is being prepared or it waits for admission."""
     RUNNING = "running"
     """Admitted: training jobs are reserved, produced and trained."""
+    PAUSED = "paused"
+    """Held by the tenant: what is in flight ends, nothing new begins."""
     SUCCEEDED = "succeeded"
     """Every step took effect and the final checkpoint is published."""
     FAILED = "failed"
@@ -24,44 +27,112 @@ class WorkloadState(StrEnum):
 class JobState(StrEnum):
     RESERVED = "reserved"
     """A position is given out; a producer has it on a lease."""
+    NEEDS_ACTOR_FORWARD = "needs_actor_forward"
+    """Its samples lack what the current actor says of them, such as log-probabilities."""
+    COMPUTING_ACTOR_FORWARD = "computing_actor_forward"
+    """A GPU worker has that stage on a lease."""
+    NEEDS_ADVANTAGES = "needs_advantages"
+    """Its samples lack advantages and returns."""
+    COMPUTING_ADVANTAGES = "computing_advantages"
+    """An advantage worker has that stage on a lease."""
     READY = "ready"
-    """Its samples are in the payload store."""
+    """Everything that training reads is in the payload store."""
     LEASED = "leased"
     """A training worker has it on a lease."""
     COMPLETED = "completed"
     """It took effect, once."""
+    DROPPED = "dropped"
+    """RL only: its samples train nothing; see `DropReason`."""
     FAILED = "failed"
+    """Its workload ended by an error."""
     CANCELLED = "cancelled"
+    """Its workload was cancelled, or went back to an earlier position."""
 
 
-WORKLOAD_TRANSITIONS: dict[WorkloadState, tuple[WorkloadState, ...]] = {
-    WorkloadState.PENDING: (WorkloadState.RUNNING, WorkloadState.FAILED, WorkloadState.CANCELLED),
-    WorkloadState.RUNNING: (WorkloadState.SUCCEEDED, WorkloadState.FAILED, WorkloadState.CANCELLED),
-    WorkloadState.SUCCEEDED: (),
-    WorkloadState.FAILED: (),
-    WorkloadState.CANCELLED: (),
+class DropReason(StrEnum):
+    """Why an RL job's samples were not trained."""
+
+    POLICY_STALE = "policy_stale"
+    """The actor is more than `max_policy_staleness` versions ahead of the behaviour policy."""
+    ZERO_ADVANTAGE = "zero_advantage"
+    """Every group's advantages are zero: there is nothing to learn."""
+    REJECTED_BY_PASSRATE = "rejected_by_passrate"
+    """No group is within the accepted pass rates."""
+
+
+class Lifecycle(StrEnum):
+    """The path of a training job from reservation to its end."""
+
+    SFT = "sft"
+    """Demonstrations: reserved, ready, leased."""
+    RL = "rl"
+    """A rollout whose samples carry what the behaviour policy said of them."""
+    RL_ACTOR_FORWARD = "rl_actor_forward"
+    """As `rl`, with a forward of the current actor before the advantages."""
+
+
+class Stage(StrEnum):
+    """What is computed on an RL job's samples between rollout and training."""
+
+    ACTOR_FORWARD = "actor_forward"
+    ADVANTAGES = "advantages"
+
+
+Transitions = Mapping[StrEnum, tuple[StrEnum, ...]]
+
+W, J = WorkloadState, JobState
+_STOPPED = (J.FAILED, J.CANCELLED)
+_ENDS: Transitions = {J.COMPLETED: (), J.FAILED: (), J.CANCELLED: ()}
+_ADVANTAGES: Transitions = {
+    J.NEEDS_ADVANTAGES: (J.COMPUTING_ADVANTAGES, J.DROPPED, *_STOPPED),
+    J.COMPUTING_ADVANTAGES: (J.READY, J.NEEDS_ADVANTAGES, J.DROPPED, *_STOPPED),
+    J.READY: (J.LEASED, J.DROPPED, *_STOPPED),
+    J.LEASED: (J.COMPLETED, J.READY, J.DROPPED, *_STOPPED),
+    J.DROPPED: (),
+    **_ENDS,
 }
 
-JOB_TRANSITIONS: dict[JobState, tuple[JobState, ...]] = {
-    JobState.RESERVED: (JobState.READY, JobState.FAILED, JobState.CANCELLED),
-    JobState.READY: (JobState.LEASED, JobState.FAILED, JobState.CANCELLED),
-    JobState.LEASED: (
-        JobState.COMPLETED,
-        JobState.READY,
-        JobState.FAILED,
-        JobState.CANCELLED,
-    ),
-    JobState.COMPLETED: (),
-    JobState.FAILED: (),
-    JobState.CANCELLED: (),
+WORKLOAD_TRANSITIONS: Transitions = {
+    W.PENDING: (W.RUNNING, W.FAILED, W.CANCELLED),
+    W.RUNNING: (W.PAUSED, W.SUCCEEDED, W.FAILED, W.CANCELLED),
+    W.PAUSED: (W.RUNNING, W.SUCCEEDED, W.FAILED, W.CANCELLED),
+    W.SUCCEEDED: (),
+    W.FAILED: (),
+    W.CANCELLED: (),
+}
+
+JOB_TRANSITIONS: Mapping[Lifecycle, Transitions] = {
+    Lifecycle.SFT: {
+        J.RESERVED: (J.READY, *_STOPPED),
+        J.READY: (J.LEASED, *_STOPPED),
+        J.LEASED: (J.COMPLETED, J.READY, *_STOPPED),
+        **_ENDS,
+    },
+    Lifecycle.RL: {
+        J.RESERVED: (J.NEEDS_ADVANTAGES, J.DROPPED, *_STOPPED),
+        **_ADVANTAGES,
+    },
+    Lifecycle.RL_ACTOR_FORWARD: {
+        J.RESERVED: (J.NEEDS_ACTOR_FORWARD, J.DROPPED, *_STOPPED),
+        J.NEEDS_ACTOR_FORWARD: (J.COMPUTING_ACTOR_FORWARD, J.DROPPED, *_STOPPED),
+        J.COMPUTING_ACTOR_FORWARD: (
+            J.NEEDS_ADVANTAGES,
+            J.NEEDS_ACTOR_FORWARD,
+            J.DROPPED,
+            *_STOPPED,
+        ),
+        **_ADVANTAGES,
+    },
 }
 
 
 def tables() -> dict[str, dict[str, list[str]]]:
-    """Both tables as plain data."""
+    """All tables as plain data: `workload`, and one per lifecycle."""
+    every: dict[str, Transitions] = {"workload": WORKLOAD_TRANSITIONS}
+    every |= {str(lifecycle): table for lifecycle, table in JOB_TRANSITIONS.items()}
     return {
-        "workload": {str(k): [str(s) for s in v] for k, v in WORKLOAD_TRANSITIONS.items()},
-        "job": {str(k): [str(s) for s in v] for k, v in JOB_TRANSITIONS.items()},
+        kind: {str(state): [str(one) for one in after] for state, after in table.items()}
+        for kind, table in every.items()
     }
 
 

@@ -15,7 +15,9 @@ from typing import Any
 
 from vla_platform.control import dispatch
 from vla_platform.control.ledger import workload_id
+from vla_platform.control.outcomes import record_outcome
 from vla_platform.control.services import Services
+from vla_platform.control.states import Lifecycle
 from vla_platform.datasets import LeRobotDataset, Statistics, open_dataset
 from vla_platform.datasets.locations import locate
 from vla_platform.errors import ConflictError, NotFoundError, SpecError, UnavailableError
@@ -93,29 +95,58 @@ def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
                 f"idempotency key {key!r} was used for another spec; choose a new key",
                 workload=run,
             ) from error
-    fields = {
-        "tenant": tenant,
-        "policy": spec.policy,
-        "policy_key": f"{tenant}/{spec.policy}",
-        "kind": spec.kind,
-        "base_model": spec.base_model,
-        "schema_signature": schema.signature,
-        "spec_digest": digest,
-        "priority": spec.priority,
-        "max_in_flight": spec.limits.max_in_flight,
-        "max_seconds": spec.limits.max_seconds or 0,
-        "display_name": spec.display_name or "",
-    }
+    fields = ledger_fields(tenant, spec, content=content, schema_signature=schema.signature)
     if services.ledger.submit(run, fields, max_pending=services.settings.max_pending_per_tenant):
         dispatch.prepare(tenant, run)
     return run
 
 
+def ledger_fields(
+    tenant: str, spec: WorkloadSpec, *, content: bytes, schema_signature: str
+) -> dict[str, Any]:
+    """What the ledger keeps of a spec; `content` is its canonical JSON."""
+    return {
+        "tenant": tenant,
+        "policy": spec.policy,
+        "policy_key": f"{tenant}/{spec.policy}",
+        "kind": spec.kind,
+        "lifecycle": str(Lifecycle.SFT),
+        "target": "positions",
+        "base_model": spec.base_model,
+        "schema_signature": schema_signature,
+        "spec_digest": hashlib.sha256(content).hexdigest(),
+        "priority": spec.priority,
+        "max_in_flight": spec.limits.max_in_flight,
+        "max_seconds": spec.limits.max_seconds or 0,
+        "display_name": spec.display_name or "",
+    }
+
+
 def cancel(services: Services, tenant: str, run: str) -> str:
-    """Final and repeatable. Another tenant's run is as unknown as one that never was."""
+    """Final and repeatable: what is on record before the answer is not run again by anybody."""
+    check_owner(services, tenant, run)
+    state = services.ledger.cancel(run, json.dumps({"code": "cancelled", "message": "by tenant"}))
+    record_outcome(services, run)
+    return state
+
+
+def pause(services: Services, tenant: str, run: str) -> str:
+    """Begin no further training job; what is in flight ends."""
+    check_owner(services, tenant, run)
+    services.ledger.pause(run)
+    return services.ledger.workload(run)["state"]
+
+
+def resume(services: Services, tenant: str, run: str) -> str:
+    check_owner(services, tenant, run)
+    services.ledger.resume(run)
+    return services.ledger.workload(run)["state"]
+
+
+def check_owner(services: Services, tenant: str, run: str) -> None:
+    """Another tenant's run is as unknown as one that never was. Raises `NotFoundError`."""
     if services.ledger.workload(run)["tenant"] != tenant:
         raise NotFoundError(f"no run {run}", workload=run)
-    return services.ledger.cancel(run, json.dumps({"code": "cancelled", "message": "by tenant"}))
 
 
 def open_for(services: Services, tenant: str, spec: SFTSpec) -> LeRobotDataset:

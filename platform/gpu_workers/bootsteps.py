@@ -50,15 +50,7 @@ class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
                 mixed_precision=settings.mixed_precision,
             )
             _runners[name] = TrainingRunner(services(), service, base_model=name)
-            services().ledger.register_base_model(
-                name,
-                {
-                    "digest": backbone.digest,
-                    "preprocessing_digest": backbone.preprocessing_digest,
-                    "image_size": backbone.image_size,
-                    "hidden_dim": backbone.hidden_dim,
-                },
-            )
+            services().ledger.register_base_model(name, service.facts())
             _log.info("action=base_model_loaded name=%s digest=%s", name, backbone.digest)
 
     def stop(self, parent: Any) -> None:

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 
 import torch
 
-from vla_platform.control.ledger import TrainingJob
 from vla_platform.control.services import Services
+from vla_platform.control.training_job import TrainingJob
 from vla_platform.control.workloads import Prepared
 from vla_platform.errors import LeaseLostError
 from vla_platform.gpu_workers.slots import Slot

@@ -16,9 +16,9 @@ import uuid
 from dataclasses import asdict
 from typing import Any
 
-from vla_platform.control.ledger import Progress, TrainingJob
 from vla_platform.control.plan import Domain
 from vla_platform.control.services import Services
+from vla_platform.control.training_job import Progress, TrainingJob
 from vla_platform.control.workloads import load_prepared, load_spec
 from vla_platform.errors import BackboneChangedError, LedgerError
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
@@ -207,11 +207,14 @@ class TrainingRunner:
         return rewound
 
     def _heldout(self, item: TrainItem) -> dict[str, Any] | CodedError:
+        begun = time.monotonic()
         try:
             loss = self._service.heldout_loss(item.policy_key, item.columns)
         except CodedError as error:
             return error
-        return {"heldout_loss": loss, "step": self._service.slot(item.policy_key).step}
+        cost_s = time.monotonic() - begun
+        step = self._service.slot(item.policy_key).step
+        return {"heldout_loss": loss, "step": step, "cost_s": cost_s}
 
     def _settle(
         self, job: TrainingJob, outcome: TrainResult | dict[str, Any] | CodedError, *, kind: str
@@ -226,7 +229,13 @@ class TrainingRunner:
         if isinstance(outcome, TrainResult):
             values["samples_per_s"] = self._rate(job.policy_key, outcome.samples)
         try:
-            progress = self._services.ledger.complete(job, step=values["step"], result=values)
+            progress = self._services.ledger.complete(
+                job,
+                step=values["step"],
+                result=values,
+                cost_s=values["cost_s"],
+                samples=job.sample_count,
+            )
         except LedgerError as error:
             _log.warning("action=effect_refused job=%s reason=%s", job.job_id, error)
             self._forget(job.policy_key)
@@ -264,6 +273,9 @@ class TrainingRunner:
 
     def _fail(self, job: TrainingJob, error: CodedError) -> None:
         """One tenant's fault ends one tenant's run."""
+        if not self._services.ledger.knows(job.workload):
+            self._forget(job.policy_key)  # lost with the ledger; it comes back by itself
+            return
         _log.warning("action=run_failed workload=%s reason=%s", job.workload, error)
         self._services.ledger.fail(job.workload, error.to_dict())
         self._forget(job.policy_key)
@@ -289,6 +301,8 @@ class TrainingRunner:
                         self._drop_distrusted()
                     finally:
                         self._training.release()
+                # Again and again: a control Redis that was emptied must learn it anew.
+                self._services.ledger.register_base_model(self._base_model, self._service.facts())
                 self._services.ledger.heartbeat(self.worker, lease_s=lease_s, jobs=self._leased)
             except CodedError as error:
                 _log.warning("action=heartbeat_failed reason=%s", error)

@@ -8,6 +8,7 @@ The service knows no queue, store or thread; one thread at a time may call it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,7 @@ class TrainResult:
     group_size: int  # jobs that shared the encoding
     cache_hits: int  # rows of this job
     cache_misses: int
+    cost_s: float  # own update, and a share of the encoding by rows that were not cached
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,15 @@ class TrainingModelService:
             return self._slots[policy_key]
         except KeyError:
             raise NotFoundError(f"{policy_key} is not mounted", policy_key=policy_key) from None
+
+    def facts(self) -> dict[str, Any]:
+        """What admission must know of the base model."""
+        return {
+            "digest": self.backbone.digest,
+            "preprocessing_digest": self.backbone.preprocessing_digest,
+            "image_size": self.backbone.image_size,
+            "hidden_dim": self.backbone.hidden_dim,
+        }
 
     @property
     def mounted(self) -> tuple[str, ...]:
@@ -198,10 +209,13 @@ class TrainingModelService:
         self, one: _Prepared, encoded: Encoded, first: int, stop: int, group_size: int
     ) -> TrainResult:
         slot, columns = one.slot, one.item.columns
+        begun = time.perf_counter()
         feature = stack_features(encoded.features[first:stop], slot.module.feature_kind)
         samples = samples_of(columns, feature, slot.config.schema)
         update = slot.update(samples, num_microbatches=one.item.num_microbatches)
         hits = sum(encoded.hit[first:stop])
+        misses = samples.num_rows - hits
+        share = misses / max(1, len(encoded.hit) - sum(encoded.hit))
         return TrainResult(
             policy_key=one.item.policy_key,
             loss=update.loss,
@@ -215,7 +229,8 @@ class TrainingModelService:
             backbone_forwards=encoded.num_forwards,
             group_size=group_size,
             cache_hits=hits,
-            cache_misses=samples.num_rows - hits,
+            cache_misses=misses,
+            cost_s=time.perf_counter() - begun + share * encoded.forward_ms / 1000,
         )
 
 

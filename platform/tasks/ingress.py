@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from celery import Task, shared_task
 
 from vla_platform.broker import INGRESS_PREFIX, tenant_of
-from vla_platform.control import workloads
+from vla_platform.control import explanation, workloads
 from vla_platform.control.services import services
 from vla_storage.errors import CodedError
 
@@ -24,6 +25,25 @@ def submit(self: Task, request_id: str, spec: str, key: str) -> None:
 @shared_task(name="ingress.cancel", bind=True, ignore_result=True)
 def cancel(self: Task, request_id: str, run: str) -> None:
     _answer(self, request_id, lambda tenant: workloads.cancel(services(), tenant, run))
+
+
+@shared_task(name="ingress.pause", bind=True, ignore_result=True)
+def pause(self: Task, request_id: str, run: str) -> None:
+    _answer(self, request_id, lambda tenant: workloads.pause(services(), tenant, run))
+
+
+@shared_task(name="ingress.resume", bind=True, ignore_result=True)
+def resume(self: Task, request_id: str, run: str) -> None:
+    _answer(self, request_id, lambda tenant: workloads.resume(services(), tenant, run))
+
+
+@shared_task(name="ingress.explain", bind=True, ignore_result=True)
+def explain(self: Task, request_id: str, run: str) -> None:
+    def explained(tenant: str) -> dict[str, Any]:
+        workloads.check_owner(services(), tenant, run)
+        return asdict(explanation.explain(services().ledger, run))
+
+    _answer(self, request_id, explained)
 
 
 def _answer(task: Task, request_id: str, call: Callable[[str], Any]) -> None:

@@ -26,6 +26,7 @@ import redis
 
 from vla_platform.cli.tenants import Operator, operator
 from vla_platform.client import Platform, Run
+from vla_platform.control.recovery import recover
 from vla_platform.datasets.recording import make_demonstrations
 from vla_platform.envs.tabletop import Tabletop
 from vla_platform.errors import (
@@ -202,6 +203,59 @@ def test_an_outage_of_a_server_fails_nobodys_run_f23_f59(stack, undisturbed, ser
     assert run.result(TIMEOUT_S).step == 80
     assert losses(run) == losses(calm)
     assert list(admin.ledger.steps(run.id)) == list(range(1, 81))
+
+
+def test_an_emptied_ledger_is_rebuilt_from_the_object_store_f30(stack, undisturbed):
+    """FLUSHALL in mid-run: what runs goes on with equal numbers, what has ended stays ended."""
+    _, admin, platforms = stack
+    wanted = spec("flushed", "reach", seed=7, steps=60)
+    calm = platforms["a"].submit({**wanted, "policy": "unflushed"})
+    calm.result(TIMEOUT_S)
+    cancelled = platforms["ab"].submit(spec("cancelled", "go-to", steps=5000))
+    cancelled.cancel()
+    run = platforms["a"].submit(wanted)
+    at_step(run, 25)
+    admin.ledger.client.flushall()
+    end = time.monotonic() + TIMEOUT_S
+    while not admin.ledger.knows(run.id):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert run.result(TIMEOUT_S).step == 60
+    checkpoints = {run.id: run.status().checkpoint, calm.id: calm.status().checkpoint}
+    assert digests(admin, "a", checkpoints[run.id]) == digests(admin, "a", checkpoints[calm.id])
+    assert cancelled.status().state == "cancelled"
+    assert undisturbed["a"].status().state == "succeeded"
+    assert undisturbed["a"].status().policy_version == STEPS
+    assert rebuilt_again(admin) == ()
+
+
+def rebuilt_again(admin: Operator) -> tuple[str, ...]:
+    """A second recovery finds nothing to do."""
+    found = recover(admin)
+    return (*found.restored, *found.corrected, *found.unreadable)
+
+
+def test_a_paused_run_goes_on_where_it_was(stack, undisturbed):
+    _, _, platforms = stack
+    run = platforms["a"].submit(spec("paused", "reach", seed=8, steps=60))
+    at_step(run, 5)
+    assert run.pause() == "paused"
+    assert "resume" in run.explain()["waits_for"]
+    assert run.resume() == "running"
+    assert run.result(TIMEOUT_S).step == 60
+
+
+def test_a_run_that_waits_says_for_what(stack, undisturbed):
+    _, _, platforms = stack
+    first = platforms["a"].submit(spec("busy", "reach", steps=5000))
+    second = platforms["a"].submit(spec("busy", "reach", steps=5000, seed=1))
+    at_step(first, 1)
+    told = second.explain()
+    while "trains this policy" not in told["waits_for"]:
+        told = second.explain()
+    assert (told["state"], first.id in told["waits_for"]) == ("pending", True)
+    for run in (second, first):
+        assert run.cancel() == "cancelled"
 
 
 def test_a_run_whose_episodes_are_all_held_out_is_refused_at_once(stack):

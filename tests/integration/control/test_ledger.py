@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vla_platform.control.ledger import Ledger, TrainingJob, library_source, workload_id
-from vla_platform.control.states import JOB_TRANSITIONS, WORKLOAD_TRANSITIONS, tables
+from vla_platform.control.ledger import Ledger, library_source, workload_id
+from vla_platform.control.states import JOB_TRANSITIONS, WORKLOAD_TRANSITIONS, JobState, tables
+from vla_platform.control.training_job import TrainingJob
 from vla_platform.errors import (
     ConflictError,
     IllegalTransitionError,
@@ -30,6 +31,7 @@ EXPIRED_S = 0.001
 def ledger(control_redis_url: str) -> Iterator[Ledger]:
     ledger = Ledger.connect(control_redis_url)
     ledger.load()
+    ledger.register_base_model(BASE, {})
     yield ledger
     ledger.close()
 
@@ -52,7 +54,7 @@ def start(ledger: Ledger, name: str, *, positions: int = 3, **changes: Any) -> s
 def produce(ledger: Ledger, name: str) -> TrainingJob:
     job = ledger.reserve(name, lease_s=LONG_S)
     assert isinstance(job, TrainingJob)
-    ledger.mark_ready(job, sample_count=8, domain="train")
+    ledger.mark(job, JobState.READY, sample_count=8, domain="train")
     return job
 
 
@@ -151,7 +153,7 @@ def test_a_slot_belongs_to_one_worker_until_its_lease_ends(ledger: Ledger):
     (again,) = lease(ledger, "w1", lease_s=EXPIRED_S)
     assert not again.mount
     passed()
-    ledger.reap()
+    ledger.due()
     (taken,) = lease(ledger, "w2")
     assert taken.mount
     assert taken.slot_fence > again.slot_fence
@@ -189,7 +191,7 @@ def test_work_that_kills_its_worker_stops_after_three_attempts_f13_pf09(ledger: 
     alone: list[set[str]] = []
     for attempt in range(1, 8):
         passed()
-        ledger.reap()
+        ledger.due()
         group = lease(ledger, f"w{attempt}", lease_s=EXPIRED_S)
         alone.append({job.workload for job in group})
         for job in group:
@@ -211,8 +213,8 @@ def test_a_silent_producer_loses_its_reservation(ledger: Ledger):
     assert isinstance(again, TrainingJob)
     assert (late.job_id, late.fence + 1) == (again.job_id, again.fence)
     with pytest.raises(LeaseLostError):
-        ledger.mark_ready(late, sample_count=1, domain="train")
-    ledger.mark_ready(again, sample_count=1, domain="train")
+        ledger.mark(late, JobState.READY, sample_count=1, domain="train")
+    ledger.mark(again, JobState.READY, sample_count=1, domain="train")
 
 
 def test_cancel_is_final_and_repeatable_pf07_b72(ledger: Ledger):
@@ -236,7 +238,7 @@ def test_a_death_between_last_step_and_checkpoint_is_redone(ledger: Ledger):
     (job,) = lease(ledger, "w1", lease_s=EXPIRED_S)
     step(ledger, job)
     passed()
-    assert ledger.reap().produce == ("r",)
+    assert ledger.due().produce == ("r",)
     assert ledger.workload("r")["position"] == "0"
     assert ledger.steps("r") == {}
 
@@ -260,11 +262,11 @@ def test_a_heartbeat_keeps_only_what_the_worker_says_it_works_on(ledger: Ledger)
     (job,) = lease(ledger, "w1", lease_s=EXPIRED_S)
     assert ledger.heartbeat("w1", lease_s=LONG_S, jobs=(job.job_id,)) == []
     passed()
-    ledger.reap()
+    ledger.due()
     assert lease(ledger, "w1") == []
     ledger.client.zadd("vla:leases", {job.job_id: 0})
     assert ledger.heartbeat("w1", lease_s=LONG_S) == []
-    ledger.reap()
+    ledger.due()
     (again,) = lease(ledger, "w1")
     assert (job.job_id, 2) == (again.job_id, again.attempt)
 
@@ -284,14 +286,14 @@ def test_the_higher_priority_is_admitted_first_then_the_earlier(ledger: Ledger):
         ledger.submit(name, fields(policy=name, priority=priority), max_pending=9)
         ledger.prepared(name, total_positions=1, total_steps=1)
         passed(0.003)
-    assert ledger.reap().admit == ("urgent", "b", "a")
+    assert ledger.due().admit == ("urgent", "b", "a")
 
 
 def test_a_run_over_its_time_limit_fails(ledger: Ledger):
     start(ledger, "slow", policy="p1", max_seconds=0.001)
     start(ledger, "free", policy="p2", max_seconds=0)
     passed()
-    ledger.reap()
+    ledger.due()
     assert json.loads(ledger.workload("slow")["reason"])["code"] == "time_limit"
     assert ledger.workload("free")["state"] == "running"
 
@@ -318,10 +320,10 @@ def test_released_work_counts_no_attempt_f08(ledger: Ledger):
 def test_the_reaper_names_what_no_message_carries(ledger: Ledger):
     ledger.submit("new", fields(policy="new"), max_pending=9)
     start(ledger, "r")
-    due = ledger.reap()
+    due = ledger.due()
     assert (due.prepare, due.produce) == (("new",), ("r",))
     produce(ledger, "r")
-    assert ledger.reap().train == (BASE,)
+    assert ledger.due().train == (BASE,)
 
 
 def test_the_library_loads_itself_after_a_server_without_it(ledger: Ledger):
@@ -332,11 +334,12 @@ def test_the_library_loads_itself_after_a_server_without_it(ledger: Ledger):
 
 def test_state_tables_are_closed():
     assert {str(state) for state in WORKLOAD_TRANSITIONS} == set(tables()["workload"])
-    assert all(target in JOB_TRANSITIONS for row in JOB_TRANSITIONS.values() for target in row)
+    for table in (WORKLOAD_TRANSITIONS, *JOB_TRANSITIONS.values()):
+        assert all(target in table for row in table.values() for target in row)
 
 
 EVENTS = st.lists(
-    st.sampled_from(["produce", "silent", "train", "die", "release", "reap"]), max_size=40
+    st.sampled_from(["produce", "silent", "train", "die", "release", "due"]), max_size=40
 )
 
 
@@ -351,17 +354,17 @@ def test_no_job_is_lost_and_none_counts_twice(ledger: Ledger, events: list[str])
     start(ledger, "r", positions=total, max_in_flight=3)
     worker, durable = 0, 0
     deaths: dict[int, int] = {}
-    for event in [*events, *["reap", "produce", "train"] * (3 * total)]:
+    for event in [*events, *["due", "produce", "train"] * (3 * total)]:
         if ledger.workload("r")["state"] != "running":
             break
-        if event == "reap":
-            ledger.reap()
+        if event == "due":
+            ledger.due()
         elif event in ("produce", "silent"):
             job = ledger.reserve("r", lease_s=LONG_S if event == "produce" else EXPIRED_S)
             if event == "silent":
                 passed(0.005)
             elif isinstance(job, TrainingJob):
-                ledger.mark_ready(job, sample_count=1, domain="train")
+                ledger.mark(job, JobState.READY, sample_count=1, domain="train")
         else:
             dies = event == "die"
             for job in lease(ledger, f"w{worker}", lease_s=EXPIRED_S if dies else LONG_S):
@@ -378,7 +381,7 @@ def test_no_job_is_lost_and_none_counts_twice(ledger: Ledger, events: list[str])
             if dies:
                 worker += 1
                 passed(0.005)
-                ledger.client.hset("vla:policy:a/pick", "slot_expires", 0)
+                pass
     found = ledger.workload("r")
     if found["state"] == "failed":
         assert max(deaths.values()) >= 3

@@ -145,7 +145,7 @@ def test_facts_come_from_the_events() -> None:
 
 def test_smoothing_keeps_lines_straight_and_flattens_noise() -> None:
     line = [5.0 - 0.1 * step for step in range(50)]
-    np.testing.assert_allclose(smooth(line), line)
+    np.testing.assert_allclose(smooth(line)[2:-2], line[2:-2])
     zigzag = [float(step % 2) for step in range(50)]
     assert max(np.abs(np.array(smooth(zigzag)[2:-2]) - 0.5)) < 0.2
 

@@ -1,0 +1,224 @@
+-- What the ledger's operations share. Keys:
+--
+--   vla:w:<workload>             hash   workload (state, policy, position, step, ...)
+--   vla:w:<workload>:history     list   {"state","at","reason"} per transition
+--   vla:w:<workload>:jobs        set    its training jobs that are not terminal
+--   vla:w:<workload>:reserved    zset   those a producer holds -> lease_expires (ms)
+--   vla:w:<workload>:steps       hash   optimizer step -> result of the job that made it
+--   vla:w:<workload>:attempts    hash   position -> failed leases of that position
+--   vla:t:<tenant>:workloads     zset   workload -> created (ms); the tenant may read vla:t:<tenant>:*
+--   vla:t:<tenant>:w:<workload>  hash   the tenant's view of its workload
+--   vla:j:<job>                  hash   training-job descriptor
+--   vla:pending, vla:running     set    workloads in that state
+--   vla:tenant:<tenant>:pending, :running, :rollouts   set; what the tenant's limits count
+--   vla:weights                  hash   tenant -> its share; 1 where absent
+--   vla:charged                  zset   tenants with running workloads -> cost (s) / weight
+--   vla:usage:<tenant>           hash   worker_s, samples, jobs, dropped:<policy>:<reason>
+--   vla:pace                     hash   <base>:s, <base>:jobs; what training jobs cost so far
+--   vla:rollouts                 set    jobs whose environments step now
+--   vla:policy:<policy_key>      hash   running workload, policy_version, slot owner and fence
+--   vla:workers                  zset   training worker -> when it counts as dead (ms)
+--   vla:slots:<worker>           set    policies whose slots it owns
+--   vla:ready:<base>             zset   next job of each policy whose slot is free -> rank
+--   vla:ready:<base>:<worker>    zset   the same for policies whose slot that worker owns
+--   vla:stage:<stage>[:<base>]   zset   jobs that wait for a stage -> rank
+--   vla:leases                   zset   job -> lease_expires (ms), for stages and training
+--   vla:clear                    list   partitions whose payload is due for clearing
+--   vla:ended                    list   workloads whose outcome is due in the object store
+
+local TABLES = @TABLES@
+local RETENTION_S = 24 * 3600
+local PRIORITY_STEP = 1e12
+local MOST_ATTEMPTS = 3
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000) + @CLOCK@
+end
+
+local function hash(key)
+  local flat, out = redis.call('HGETALL', key), {}
+  for i = 1, #flat, 2 do out[flat[i]] = flat[i + 1] end
+  return out
+end
+
+local function refuse(code, text) return redis.error_reply('VLA_' .. code .. ' ' .. text) end
+
+local function allowed(kind, from, to)
+  for _, state in ipairs(TABLES[kind][from] or {}) do if state == to then return true end end
+  return false
+end
+
+local function terminal(kind, state) return #(TABLES[kind][state] or {}) == 0 end
+
+local function list(items)
+  if #items == 0 then return '[]' end
+  return cjson.encode(items)
+end
+
+-- The tenant reads a copy under its own prefix: its ACL never reaches the platform's keys.
+local function set_workload(id, tenant, ...)
+  redis.call('HSET', 'vla:w:' .. id, ...)
+  redis.call('HSET', 'vla:t:' .. tenant .. ':w:' .. id, ...)
+end
+
+local function record(id, w, state, reason)
+  local at = now_ms()
+  set_workload(id, w.tenant, 'state', state, 'updated', at, 'waits', '')
+  if reason ~= '' then set_workload(id, w.tenant, 'reason', reason) end
+  local line = cjson.encode({state = state, at = at, reason = reason})
+  redis.call('RPUSH', 'vla:w:' .. id .. ':history', line)
+  redis.call('RPUSH', 'vla:t:' .. w.tenant .. ':w:' .. id .. ':history', line)
+  for _, set in ipairs({'pending', 'running'}) do
+    local change = state == set and 'SADD' or 'SREM'
+    redis.call(change, 'vla:' .. set, id)
+    redis.call(change, 'vla:tenant:' .. w.tenant .. ':' .. set, id)
+  end
+  if terminal('workload', state) then redis.call('RPUSH', 'vla:ended', id) end
+  redis.call('XADD', 'vla:t:' .. w.tenant .. ':w:' .. id .. ':events', 'MAXLEN', '~', 100000, '*',
+    'event', cjson.encode({kind = 'state', state = state, at = at, reason = reason}))
+end
+
+-- Training order: higher priority first, RL before SFT within it, then first ready first.
+local function rank(j, seq)
+  local class = 2 * tonumber(j.priority) + (j.task_type == 'rl' and 1 or 0)
+  return tonumber(seq) - class * PRIORITY_STEP
+end
+
+local function wake(key)
+  redis.call('LPUSH', key, 1)
+  redis.call('LTRIM', key, 0, 0)
+  redis.call('EXPIRE', key, 30)
+end
+
+local function ready_key(j)
+  local owner = redis.call('HGET', 'vla:policy:' .. j.policy_key, 'slot_owner')
+  return 'vla:ready:' .. j.base_model .. (owner and ':' .. owner or '')
+end
+
+-- A ready job joins its queue once it is the next position of its policy.
+local function enqueue(job_id)
+  local j = hash('vla:j:' .. job_id)
+  if j.state ~= 'ready' then return end
+  if redis.call('HGET', 'vla:w:' .. j.workload, 'position') ~= j.position then return end
+  redis.call('ZADD', ready_key(j), rank(j, j.ready_seq), job_id)
+  wake('vla:wake:' .. j.base_model)
+end
+
+local function stage_key(stage, base_model)
+  return 'vla:stage:' .. stage .. (stage == 'actor_forward' and ':' .. base_model or '')
+end
+
+-- Takes a job out of every index of the state it was in.
+local function unlist(job_id, j)
+  redis.call('ZREM', ready_key(j), job_id)
+  redis.call('ZREM', 'vla:leases', job_id)
+  redis.call('ZREM', 'vla:w:' .. j.workload .. ':reserved', job_id)
+  if j.task_type == 'rl' then
+    redis.call('SREM', 'vla:rollouts', job_id)
+    redis.call('SREM', 'vla:tenant:' .. j.tenant_id .. ':rollouts', job_id)
+    redis.call('ZREM', stage_key('actor_forward', j.base_model), job_id)
+    redis.call('ZREM', stage_key('advantages'), job_id)
+  end
+end
+
+local function end_job(job_id, state, reason)
+  local key = 'vla:j:' .. job_id
+  local j = hash(key)
+  redis.call('HSET', key, 'state', state, 'terminal_reason', reason, 'ended', now_ms())
+  redis.call('EXPIRE', key, RETENTION_S)
+  unlist(job_id, j)
+  redis.call('SREM', 'vla:w:' .. j.workload .. ':jobs', job_id)
+  redis.call('RPUSH', 'vla:clear', j.partition_id .. ' ' .. j.tenant_id)
+  wake('vla:room:' .. j.workload)
+end
+
+local function end_jobs(id, state, reason)
+  for _, job_id in ipairs(redis.call('SMEMBERS', 'vla:w:' .. id .. ':jobs')) do
+    end_job(job_id, state, reason)
+  end
+end
+
+local function free_slot(policy_key)
+  local policy = 'vla:policy:' .. policy_key
+  local owner, workload = unpack(redis.call('HMGET', policy, 'slot_owner', 'workload'))
+  if not owner then return end
+  redis.call('HDEL', policy, 'slot_owner')
+  redis.call('SREM', 'vla:slots:' .. owner, policy_key)
+  if not workload then return end
+  local base, position, incarnation = unpack(redis.call('HMGET', 'vla:w:' .. workload,
+    'base_model', 'position', 'incarnation'))
+  local job_id = workload .. '-' .. position .. '-' .. incarnation
+  redis.call('ZREM', 'vla:ready:' .. base .. ':' .. owner, job_id)
+  enqueue(job_id)
+end
+
+-- Tenants pay by measured cost. One that starts again does not collect what it did not use.
+local function joins(tenant)
+  local least = redis.call('ZRANGE', 'vla:charged', 0, 0, 'WITHSCORES')
+  if not redis.call('ZSCORE', 'vla:charged', tenant) then
+    redis.call('ZADD', 'vla:charged', least[2] or 0, tenant)
+  end
+end
+
+local function leaves(tenant)
+  if redis.call('SCARD', 'vla:tenant:' .. tenant .. ':running') == 0 then
+    redis.call('ZREM', 'vla:charged', tenant)
+  end
+end
+
+local function end_workload(id, w, state, reason)
+  end_jobs(id, state == 'cancelled' and 'cancelled' or 'failed', reason)
+  record(id, w, state, reason)
+  local policy = 'vla:policy:' .. w.policy_key
+  if redis.call('HGET', policy, 'workload') == id then
+    redis.call('HDEL', policy, 'workload')
+    free_slot(w.policy_key)
+  end
+  leaves(w.tenant)
+end
+
+local function poison(job_id, j, what)
+  local why = cjson.encode({code = 'poison', message = 'position ' .. j.position .. ' ended its ' ..
+    what .. ' ' .. MOST_ATTEMPTS .. ' times; the run is set aside'})
+  end_workload(j.workload, hash('vla:w:' .. j.workload), 'failed', why)
+end
+
+local function holds(j, fence, state) return j.state == state and j.fence == fence end
+
+-- The workload's next position, whatever became of the one before.
+local function advance(id, tenant, position)
+  set_workload(id, tenant, 'position', position, 'updated', now_ms())
+  enqueue(id .. '-' .. position .. '-' .. redis.call('HGET', 'vla:w:' .. id, 'incarnation'))
+end
+
+local function through(w, position, step)
+  if w.target == 'steps' then return step >= tonumber(w.total_steps) end
+  return position >= tonumber(w.total_positions)
+end
+
+local function charge(tenant, base_model, cost_s, samples)
+  local weight = tonumber(redis.call('HGET', 'vla:weights', tenant) or 1)
+  if redis.call('ZSCORE', 'vla:charged', tenant) then
+    redis.call('ZINCRBY', 'vla:charged', cost_s / weight, tenant)
+  end
+  redis.call('HINCRBYFLOAT', 'vla:usage:' .. tenant, 'worker_s', cost_s)
+  redis.call('HINCRBY', 'vla:usage:' .. tenant, 'samples', samples)
+  redis.call('HINCRBY', 'vla:usage:' .. tenant, 'jobs', 1)
+  redis.call('HINCRBYFLOAT', 'vla:pace', base_model .. ':s', cost_s)
+  redis.call('HINCRBY', 'vla:pace', base_model .. ':jobs', 1)
+end
+
+-- A worker that went silent: what it held can be leased by others.
+local function bury(worker)
+  for _, policy_key in ipairs(redis.call('SMEMBERS', 'vla:slots:' .. worker)) do
+    free_slot(policy_key)
+  end
+  redis.call('DEL', 'vla:slots:' .. worker)
+  redis.call('ZREM', 'vla:workers', worker)
+end
+
+local function bury_silent()
+  local silent = redis.call('ZRANGEBYSCORE', 'vla:workers', '-inf', now_ms(), 'LIMIT', 0, 16)
+  for _, worker in ipairs(silent) do bury(worker) end
+end

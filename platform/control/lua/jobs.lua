@@ -1,0 +1,231 @@
+-- Why a running workload may not begin a training job now; nil where it may.
+local function must_wait(id, w, limits)
+  local jobs = redis.call('SCARD', 'vla:w:' .. id .. ':jobs')
+  local undurable = 0
+  if w.target == 'steps' then
+    -- Rollouts use what is published; a step that is not counts like a job in flight.
+    undurable = tonumber(w.step) - tonumber(w.durable_step)
+    if tonumber(w.step) + jobs >= tonumber(w.total_steps) then return 'all reserved' end
+  elseif tonumber(w.next_position) >= tonumber(w.total_positions) then
+    return 'all reserved'
+  end
+  if jobs + undurable >= tonumber(w.max_in_flight) then return 'in-flight limit' end
+  if w.kind == 'rl' then
+    -- So many versions older will its samples be when they are trained.
+    if jobs + undurable > tonumber(w.max_policy_staleness) then return 'staleness bound' end
+    if redis.call('SCARD', 'vla:tenant:' .. w.tenant .. ':rollouts') >= limits.tenant_rollouts then
+      return "the tenant's rollout limit"
+    end
+    if redis.call('SCARD', 'vla:rollouts') >= limits.rollouts then return 'the global rollout limit' end
+  end
+  local backlog = redis.call('ZCARD', 'vla:ready:' .. w.base_model)
+  for _, worker in ipairs(redis.call('ZRANGE', 'vla:workers', 0, 31)) do
+    backlog = backlog + redis.call('ZCARD', 'vla:ready:' .. w.base_model .. ':' .. worker)
+  end
+  if backlog == 0 then return nil end -- nobody else has work for the device: take it
+  local least = redis.call('ZRANGE', 'vla:charged', 0, 0, 'WITHSCORES')
+  local mine = redis.call('ZSCORE', 'vla:charged', w.tenant) or 0
+  if tonumber(mine) - tonumber(least[2] or 0) > limits.share_window_s then return 'fair share' end
+  return nil
+end
+
+-- reserve(workload, lease_ms, limits_json): a running workload's next position -> reserved.
+-- A reservation whose producer went silent is handed out again under a new fence.
+local function reserve(_, args)
+  local id, lease_ms, at = args[1], tonumber(args[2]), now_ms()
+  local key = 'vla:w:' .. id
+  local w = hash(key)
+  if not w.state then return refuse('NOT_FOUND', id) end
+  if w.state ~= 'running' then return cjson.encode({wait = w.state}) end
+  local silent = redis.call('ZRANGEBYSCORE', key .. ':reserved', '-inf', at, 'LIMIT', 0, 1)
+  if silent[1] then
+    local job = 'vla:j:' .. silent[1]
+    if redis.call('HINCRBY', job, 'attempt', 1) > MOST_ATTEMPTS then
+      poison(silent[1], hash(job), 'producer')
+      return cjson.encode({wait = 'failed'})
+    end
+    redis.call('HSET', job, 'lease_expires', at + lease_ms)
+    redis.call('HINCRBY', job, 'fence', 1)
+    redis.call('ZADD', key .. ':reserved', at + lease_ms, silent[1])
+    return cjson.encode({job = hash(job)})
+  end
+  local why = must_wait(id, w, cjson.decode(args[3]))
+  if why then
+    if w.waits ~= why then set_workload(id, w.tenant, 'waits', why, 'waits_since', at) end
+    return cjson.encode({wait = why})
+  end
+  if w.waits ~= '' then set_workload(id, w.tenant, 'waits', '') end
+  local position = tonumber(w.next_position)
+  local job_id = id .. '-' .. position .. '-' .. w.incarnation
+  redis.call('HSET', key, 'next_position', position + 1)
+  redis.call('SADD', key .. ':jobs', job_id)
+  redis.call('ZADD', key .. ':reserved', at + lease_ms, job_id)
+  local rl = w.kind == 'rl'
+  if rl then
+    redis.call('SADD', 'vla:rollouts', job_id)
+    redis.call('SADD', 'vla:tenant:' .. w.tenant .. ':rollouts', job_id)
+  end
+  redis.call('HSET', 'vla:j:' .. job_id, 'job_id', job_id, 'workload', id, 'tenant_id', w.tenant,
+    'policy_key', w.policy_key, 'task_type', w.kind, 'base_model', w.base_model,
+    'lifecycle', w.lifecycle or w.kind, 'schema_signature', w.schema_signature,
+    'partition_id', 'p-' .. job_id, 'position', position, 'priority', w.priority,
+    'behavior_policy_version', tonumber(w.base_version) + tonumber(w.durable_step),
+    'max_policy_staleness', rl and w.max_policy_staleness or -1,
+    'base_version', w.base_version, 'state', 'reserved', 'attempt', 0, 'fence', 1,
+    'created_seq', redis.call('INCR', 'vla:seq:created'), 'created', at,
+    'lease_expires', at + lease_ms, 'producer_role', rl and 'rollout' or 'sft',
+    'consumer_role', 'training')
+  return cjson.encode({job = hash('vla:j:' .. job_id)})
+end
+
+-- mark(job, fence, state, fields_json): the held job goes on as its lifecycle allows:
+-- reserved -> ready | needs_actor_forward | needs_advantages; computing_* -> what follows.
+-- Returns 1 when no task is known to look at that queue, so a hint is due.
+local function mark(_, args)
+  local job_id, state = args[1], args[3]
+  local key = 'vla:j:' .. job_id
+  local j = hash(key)
+  if not j.state or j.fence ~= args[2] or terminal(j.lifecycle, j.state) or j.state == 'leased' then
+    return refuse('LEASE_LOST', job_id)
+  end
+  if not allowed(j.lifecycle, j.state, state) then
+    return refuse('ILLEGAL', job_id .. ': ' .. j.state .. ' -> ' .. state)
+  end
+  for name, value in pairs(cjson.decode(args[4])) do redis.call('HSET', key, name, tostring(value)) end
+  unlist(job_id, j)
+  redis.call('HSET', key, 'state', state, 'attempt', 0)
+  redis.call('HDEL', key, 'lease_expires', 'lease_owner')
+  wake('vla:room:' .. j.workload)
+  if state ~= 'ready' then
+    local stage = string.sub(state, #'needs_' + 1)
+    local queue = stage_key(stage, j.base_model)
+    redis.call('ZADD', queue, rank(j, j.created_seq), job_id)
+    wake('vla:wake:' .. (stage == 'actor_forward' and j.base_model or stage))
+    return redis.call('SET', 'vla:hint:' .. queue, 1, 'NX', 'PX', 1000) and 1 or 0
+  end
+  redis.call('HSET', key, 'ready_seq', redis.call('INCR', 'vla:seq:ready'), 'ready', now_ms())
+  enqueue(job_id)
+  if redis.call('EXISTS', 'vla:draining:' .. j.base_model) == 1 then return 0 end
+  return redis.call('SET', 'vla:hint:training:' .. j.base_model, 1, 'NX', 'PX', 5000) and 1 or 0
+end
+
+-- lease_stage(stage, worker, lease_ms, base_model): needs_<stage> -> computing_<stage>, the highest
+-- priority first, then the oldest. Returns the job or 'null'.
+local function lease_stage(_, args)
+  local stage, worker, lease_ms, at = args[1], args[2], tonumber(args[3]), now_ms()
+  local queue = stage_key(stage, args[4])
+  while true do
+    local job_id = redis.call('ZRANGE', queue, 0, 0)[1]
+    if not job_id then return 'null' end
+    redis.call('ZREM', queue, job_id)
+    local key = 'vla:j:' .. job_id
+    local j = hash(key)
+    if redis.call('HINCRBY', key, 'attempt', 1) > MOST_ATTEMPTS then
+      poison(job_id, j, stage .. ' worker')
+    else
+      redis.call('HINCRBY', key, 'fence', 1)
+      redis.call('HSET', key, 'state', 'computing_' .. stage, 'lease_owner', worker,
+        'lease_expires', at + lease_ms)
+      redis.call('ZADD', 'vla:leases', at + lease_ms, job_id)
+      return cjson.encode(hash(key))
+    end
+  end
+end
+
+-- renew(job, fence, lease_ms, progress_json): any held state; extends the lease and keeps the
+-- progress. Refused once the job is cancelled, ended or somebody else's.
+local function renew(_, args)
+  local key = 'vla:j:' .. args[1]
+  local j = hash(key)
+  if not j.state or j.fence ~= args[2] or not j.lease_expires or terminal(j.lifecycle, j.state) then
+    return refuse('LEASE_LOST', args[1])
+  end
+  local until_ms = now_ms() + tonumber(args[3])
+  redis.call('HSET', key, 'lease_expires', until_ms, 'progress', args[4])
+  if j.state == 'reserved' then
+    redis.call('ZADD', 'vla:w:' .. j.workload .. ':reserved', until_ms, args[1])
+  else
+    redis.call('ZADD', 'vla:leases', until_ms, args[1])
+  end
+  return 1
+end
+
+local function drop_job(job_id, j, reason)
+  end_job(job_id, 'dropped', reason)
+  redis.call('HINCRBY', 'vla:usage:' .. j.tenant_id, 'dropped:' .. j.policy_key .. ':' .. reason, 1)
+  local w = hash('vla:w:' .. j.workload)
+  redis.call('HINCRBY', 'vla:w:' .. j.workload, 'dropped', 1)
+  redis.call('HINCRBY', 'vla:t:' .. j.tenant_id .. ':w:' .. j.workload, 'dropped', 1)
+  redis.call('SADD', 'vla:w:' .. j.workload .. ':gone', j.position)
+  local position = tonumber(w.position)
+  while redis.call('SREM', 'vla:w:' .. j.workload .. ':gone', position) == 1 do
+    position = position + 1
+  end
+  if position ~= tonumber(w.position) then advance(j.workload, w.tenant, position) end
+end
+
+-- drop(job, fence, reason): a held RL job -> dropped: its samples train nothing.
+local function drop(_, args)
+  local j = hash('vla:j:' .. args[1])
+  if not j.state or j.fence ~= args[2] or terminal(j.lifecycle, j.state) then
+    return refuse('LEASE_LOST', args[1])
+  end
+  if not allowed(j.lifecycle, j.state, 'dropped') then
+    return refuse('ILLEGAL', args[1] .. ': ' .. j.state .. ' -> dropped')
+  end
+  drop_job(args[1], j, args[3])
+  return 1
+end
+
+-- complete(job, fence, slot_fence, step, result_json, cost_s, samples): leased -> completed; the
+-- effect is recorded once and charged. Returns how many jobs of the workload are in flight, and
+-- whether it is through.
+local function complete(_, args)
+  local job_id, fence, slot_fence, step = args[1], args[2], args[3], tonumber(args[4])
+  local j = hash('vla:j:' .. job_id)
+  if not holds(j, fence, 'leased') then return refuse('LEASE_LOST', job_id) end
+  if redis.call('HGET', 'vla:policy:' .. j.policy_key, 'slot_fence') ~= slot_fence then
+    return refuse('LEASE_LOST', job_id)
+  end
+  local key = 'vla:w:' .. j.workload
+  local w = hash(key)
+  if j.position ~= w.position then return refuse('ILLEGAL', job_id .. ' is not the next position') end
+  if step > tonumber(w.step) then
+    redis.call('HSET', key .. ':steps', step, args[5])
+    redis.call('HSET', 'vla:policy:' .. j.policy_key, 'policy_version',
+      tonumber(w.base_version) + step)
+    set_workload(j.workload, w.tenant, 'step', step)
+  end
+  redis.call('HDEL', key .. ':attempts', j.position)
+  end_job(job_id, 'completed', '')
+  charge(j.tenant_id, j.base_model, tonumber(args[6]), tonumber(args[7]))
+  local position = tonumber(j.position) + 1
+  while redis.call('SREM', key .. ':gone', position) == 1 do position = position + 1 end
+  advance(j.workload, w.tenant, position)
+  return cjson.encode({in_flight = redis.call('SCARD', key .. ':jobs'),
+    through = through(w, position, step)})
+end
+
+-- release(job, fence): leased -> ready, computing_<stage> -> needs_<stage>, unharmed: a service is
+-- down or the worker stops in order. The lease is not counted.
+local function release(_, args)
+  local job_id = args[1]
+  local key = 'vla:j:' .. job_id
+  local j = hash(key)
+  if not j.lease_owner or j.fence ~= args[2] or terminal(j.lifecycle, j.state) then
+    return refuse('LEASE_LOST', job_id)
+  end
+  redis.call('HDEL', key, 'lease_owner', 'lease_expires')
+  redis.call('ZREM', 'vla:leases', job_id)
+  if j.state == 'leased' then
+    redis.call('HSET', key, 'state', 'ready')
+    redis.call('HINCRBY', 'vla:w:' .. j.workload .. ':attempts', j.position, -1)
+    enqueue(job_id)
+  else
+    local stage = string.sub(j.state, #'computing_' + 1)
+    redis.call('HSET', key, 'state', 'needs_' .. stage)
+    redis.call('HINCRBY', key, 'attempt', -1)
+    redis.call('ZADD', stage_key(stage, j.base_model), rank(j, j.created_seq), job_id)
+  end
+  return 1
+end

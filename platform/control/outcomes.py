@@ -1,0 +1,43 @@
+"""How a workload ended, written beside its spec: what recovery must not run again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+from vla_platform.control.services import Services
+from vla_platform.errors import NotFoundError
+from vla_platform.specs import canonical_json
+from vla_storage.errors import ObjectExistsError
+
+
+def outcome_key(tenant: str, run: str) -> str:
+    return f"{tenant}/workloads/{run}/outcome.json"
+
+
+def record_outcomes(services: Services) -> int:
+    """Write what the ledger says has ended since; returns how many workloads that were."""
+    ended = services.ledger.ended()
+    for run in ended:
+        with contextlib.suppress(NotFoundError):
+            record_outcome(services, run)
+        services.ledger.recorded(run)
+    return len(ended)
+
+
+def record_outcome(services: Services, run: str) -> None:
+    """Once; a second writer finds the same outcome there, for an end is final."""
+    w = services.ledger.workload(run)
+    outcome = {
+        "state": w["state"],
+        "reason": json.loads(w.get("reason") or "{}"),
+        "step": int(w["step"]),
+        "position": int(w["position"]),
+        "policy_version": int(w.get("base_version", 0)) + int(w["step"]),
+        "checkpoint": w.get("checkpoint", ""),
+        "ended": int(w["updated"]),  # ms, on the ledger's clock
+        "version": 1,
+    }
+    key = outcome_key(w["tenant"], run)
+    with contextlib.suppress(ObjectExistsError):
+        services.objects.put(key, canonical_json(outcome), if_absent=True)
