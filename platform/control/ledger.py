@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
@@ -173,7 +172,7 @@ class Ledger:
         self, workload: str, *, lease_s: float, limits: ReserveLimits | None = None
     ) -> TrainingJob | str:
         """The next position to produce, or why there is none now."""
-        given = json.dumps(asdict(limits or ReserveLimits()))
+        given = (limits or ReserveLimits()).to_json()
         answer = json.loads(self._call("reserve", workload, _ms(lease_s), given))
         return TrainingJob.from_hash(answer["job"]) if "job" in answer else str(answer["wait"])
 
@@ -360,7 +359,8 @@ class Ledger:
 
     def register_base_model(self, name: str, facts: dict[str, Any]) -> None:
         """What admission needs to know of a base model: digest, image size, width."""
-        self._redis.hset("vla:bases", name, json.dumps(facts))
+        with _answers():
+            self._redis.hset("vla:bases", name, json.dumps(facts))
 
     def base_models(self) -> dict[str, dict[str, Any]]:
         with _answers():

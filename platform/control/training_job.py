@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -44,16 +47,15 @@ class TrainingJob:
     @classmethod
     def from_hash(cls, raw: dict[str, Any]) -> TrainingJob:
         """From the ledger's strings; fields that this version does not know are left out."""
-        values: dict[str, Any] = {}
-        for name, kind in cls.__annotations__.items():
-            if raw.get(name) is not None:
-                value = raw[name]
-                if kind == "int":
-                    value = int(value)
-                elif kind == "bool":
-                    value = bool(int(value))
-                values[name] = value
-        return cls(**values)
+        return cls(**{name: _READ[name](raw[name]) for name in raw if name in _READ})
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "str": str,
+    "bool": lambda value: bool(int(value)),
+}
+_READ = {name: _KINDS[kind] for name, kind in TrainingJob.__annotations__.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +84,7 @@ class ReserveLimits:
     tenant_rollouts: int = 1  # active rollouts of one tenant
     rollouts: int = 3  # of all tenants
     share_window_s: float = 5.0  # worker-seconds a tenant may be ahead while others wait
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  (a handful of frozen values)
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))

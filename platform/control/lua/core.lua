@@ -42,6 +42,19 @@ local function hash(key)
   return out
 end
 
+-- Some fields of a hash: what most operations need of a job costs half of all of them.
+local function pick(key, names)
+  local values, out = redis.call('HMGET', key, unpack(names)), {}
+  for i, name in ipairs(names) do out[name] = values[i] or nil end
+  return out
+end
+
+local JOB = {'state', 'fence', 'workload', 'tenant_id', 'policy_key', 'task_type', 'lifecycle',
+  'base_model', 'partition_id', 'position', 'priority', 'created_seq', 'ready_seq', 'lease_owner',
+  'lease_expires'}
+
+local function job_of(job_id) return pick('vla:j:' .. job_id, JOB) end
+
 local function refuse(code, text) return redis.error_reply('VLA_' .. code .. ' ' .. text) end
 
 local function allowed(kind, from, to)
@@ -86,8 +99,8 @@ local function rank(j, seq)
 end
 
 local function wake(key)
+  if redis.call('EXISTS', key) == 1 then return end
   redis.call('LPUSH', key, 1)
-  redis.call('LTRIM', key, 0, 0)
   redis.call('EXPIRE', key, 30)
 end
 
@@ -97,8 +110,8 @@ local function ready_key(j)
 end
 
 -- A ready job joins its queue once it is the next position of its policy.
-local function enqueue(job_id)
-  local j = hash('vla:j:' .. job_id)
+local function enqueue(job_id, known)
+  local j = known or job_of(job_id)
   if j.state ~= 'ready' then return end
   if redis.call('HGET', 'vla:w:' .. j.workload, 'position') ~= j.position then return end
   redis.call('ZADD', ready_key(j), rank(j, j.ready_seq), job_id)
@@ -122,9 +135,9 @@ local function unlist(job_id, j)
   end
 end
 
-local function end_job(job_id, state, reason)
+local function end_job(job_id, state, reason, known)
   local key = 'vla:j:' .. job_id
-  local j = hash(key)
+  local j = known or job_of(job_id)
   redis.call('HSET', key, 'state', state, 'terminal_reason', reason, 'ended', now_ms())
   redis.call('EXPIRE', key, RETENTION_S)
   unlist(job_id, j)
@@ -187,9 +200,9 @@ end
 local function holds(j, fence, state) return j.state == state and j.fence == fence end
 
 -- The workload's next position, whatever became of the one before.
-local function advance(id, tenant, position)
-  set_workload(id, tenant, 'position', position, 'updated', now_ms())
-  enqueue(id .. '-' .. position .. '-' .. redis.call('HGET', 'vla:w:' .. id, 'incarnation'))
+local function advance(id, w, position, step)
+  set_workload(id, w.tenant, 'position', position, 'step', step, 'updated', now_ms())
+  enqueue(id .. '-' .. position .. '-' .. w.incarnation)
 end
 
 local function through(w, position, step)

@@ -65,17 +65,21 @@ local function reserve(_, args)
     redis.call('SADD', 'vla:rollouts', job_id)
     redis.call('SADD', 'vla:tenant:' .. w.tenant .. ':rollouts', job_id)
   end
-  redis.call('HSET', 'vla:j:' .. job_id, 'job_id', job_id, 'workload', id, 'tenant_id', w.tenant,
-    'policy_key', w.policy_key, 'task_type', w.kind, 'base_model', w.base_model,
-    'lifecycle', w.lifecycle or w.kind, 'schema_signature', w.schema_signature,
-    'partition_id', 'p-' .. job_id, 'position', position, 'priority', w.priority,
-    'behavior_policy_version', tonumber(w.base_version) + tonumber(w.durable_step),
-    'max_policy_staleness', rl and w.max_policy_staleness or -1,
-    'base_version', w.base_version, 'state', 'reserved', 'attempt', 0, 'fence', 1,
-    'created_seq', redis.call('INCR', 'vla:seq:created'), 'created', at,
-    'lease_expires', at + lease_ms, 'producer_role', rl and 'rollout' or 'sft',
-    'consumer_role', 'training')
-  return cjson.encode({job = hash('vla:j:' .. job_id)})
+  local job = {
+    job_id = job_id, workload = id, tenant_id = w.tenant, policy_key = w.policy_key,
+    task_type = w.kind, base_model = w.base_model, lifecycle = w.lifecycle or w.kind,
+    schema_signature = w.schema_signature, partition_id = 'p-' .. job_id, position = position,
+    priority = w.priority, max_policy_staleness = rl and w.max_policy_staleness or -1,
+    behavior_policy_version = tonumber(w.base_version) + tonumber(w.durable_step),
+    base_version = w.base_version, state = 'reserved', attempt = 0, fence = 1,
+    created_seq = redis.call('INCR', 'vla:seq:created'), created = at,
+    lease_expires = at + lease_ms, producer_role = rl and 'rollout' or 'sft',
+    consumer_role = 'training',
+  }
+  local flat = {}
+  for name, value in pairs(job) do flat[#flat + 1] = name; flat[#flat + 1] = value end
+  redis.call('HSET', 'vla:j:' .. job_id, unpack(flat))
+  return cjson.encode({job = job})
 end
 
 -- mark(job, fence, state, fields_json): the held job goes on as its lifecycle allows:
@@ -84,16 +88,19 @@ end
 local function mark(_, args)
   local job_id, state = args[1], args[3]
   local key = 'vla:j:' .. job_id
-  local j = hash(key)
+  local j = job_of(job_id)
   if not j.state or j.fence ~= args[2] or terminal(j.lifecycle, j.state) or j.state == 'leased' then
     return refuse('LEASE_LOST', job_id)
   end
   if not allowed(j.lifecycle, j.state, state) then
     return refuse('ILLEGAL', job_id .. ': ' .. j.state .. ' -> ' .. state)
   end
-  for name, value in pairs(cjson.decode(args[4])) do redis.call('HSET', key, name, tostring(value)) end
+  local flat = {'state', state, 'attempt', 0}
+  for name, value in pairs(cjson.decode(args[4])) do
+    flat[#flat + 1] = name; flat[#flat + 1] = tostring(value)
+  end
   unlist(job_id, j)
-  redis.call('HSET', key, 'state', state, 'attempt', 0)
+  redis.call('HSET', key, unpack(flat))
   redis.call('HDEL', key, 'lease_expires', 'lease_owner')
   wake('vla:room:' .. j.workload)
   if state ~= 'ready' then
@@ -103,8 +110,9 @@ local function mark(_, args)
     wake('vla:wake:' .. (stage == 'actor_forward' and j.base_model or stage))
     return redis.call('SET', 'vla:hint:' .. queue, 1, 'NX', 'PX', 1000) and 1 or 0
   end
-  redis.call('HSET', key, 'ready_seq', redis.call('INCR', 'vla:seq:ready'), 'ready', now_ms())
-  enqueue(job_id)
+  j.state, j.ready_seq = state, redis.call('INCR', 'vla:seq:ready')
+  redis.call('HSET', key, 'ready_seq', j.ready_seq, 'ready', now_ms())
+  enqueue(job_id, j)
   if redis.call('EXISTS', 'vla:draining:' .. j.base_model) == 1 then return 0 end
   return redis.call('SET', 'vla:hint:training:' .. j.base_model, 1, 'NX', 'PX', 5000) and 1 or 0
 end
@@ -119,7 +127,7 @@ local function lease_stage(_, args)
     if not job_id then return 'null' end
     redis.call('ZREM', queue, job_id)
     local key = 'vla:j:' .. job_id
-    local j = hash(key)
+    local j = job_of(job_id)
     if redis.call('HINCRBY', key, 'attempt', 1) > MOST_ATTEMPTS then
       poison(job_id, j, stage .. ' worker')
     else
@@ -136,7 +144,7 @@ end
 -- progress. Refused once the job is cancelled, ended or somebody else's.
 local function renew(_, args)
   local key = 'vla:j:' .. args[1]
-  local j = hash(key)
+  local j = job_of(args[1])
   if not j.state or j.fence ~= args[2] or not j.lease_expires or terminal(j.lifecycle, j.state) then
     return refuse('LEASE_LOST', args[1])
   end
@@ -151,7 +159,7 @@ local function renew(_, args)
 end
 
 local function drop_job(job_id, j, reason)
-  end_job(job_id, 'dropped', reason)
+  end_job(job_id, 'dropped', reason, j)
   redis.call('HINCRBY', 'vla:usage:' .. j.tenant_id, 'dropped:' .. j.policy_key .. ':' .. reason, 1)
   local w = hash('vla:w:' .. j.workload)
   redis.call('HINCRBY', 'vla:w:' .. j.workload, 'dropped', 1)
@@ -161,12 +169,12 @@ local function drop_job(job_id, j, reason)
   while redis.call('SREM', 'vla:w:' .. j.workload .. ':gone', position) == 1 do
     position = position + 1
   end
-  if position ~= tonumber(w.position) then advance(j.workload, w.tenant, position) end
+  if position ~= tonumber(w.position) then advance(j.workload, w, position, w.step) end
 end
 
 -- drop(job, fence, reason): a held RL job -> dropped: its samples train nothing.
 local function drop(_, args)
-  local j = hash('vla:j:' .. args[1])
+  local j = job_of(args[1])
   if not j.state or j.fence ~= args[2] or terminal(j.lifecycle, j.state) then
     return refuse('LEASE_LOST', args[1])
   end
@@ -182,26 +190,26 @@ end
 -- whether it is through.
 local function complete(_, args)
   local job_id, fence, slot_fence, step = args[1], args[2], args[3], tonumber(args[4])
-  local j = hash('vla:j:' .. job_id)
+  local j = job_of(job_id)
   if not holds(j, fence, 'leased') then return refuse('LEASE_LOST', job_id) end
   if redis.call('HGET', 'vla:policy:' .. j.policy_key, 'slot_fence') ~= slot_fence then
     return refuse('LEASE_LOST', job_id)
   end
   local key = 'vla:w:' .. j.workload
-  local w = hash(key)
+  local w = pick(key, {'position', 'step', 'tenant', 'base_version', 'incarnation', 'target',
+    'total_steps', 'total_positions'})
   if j.position ~= w.position then return refuse('ILLEGAL', job_id .. ' is not the next position') end
   if step > tonumber(w.step) then
     redis.call('HSET', key .. ':steps', step, args[5])
     redis.call('HSET', 'vla:policy:' .. j.policy_key, 'policy_version',
       tonumber(w.base_version) + step)
-    set_workload(j.workload, w.tenant, 'step', step)
   end
   redis.call('HDEL', key .. ':attempts', j.position)
-  end_job(job_id, 'completed', '')
+  end_job(job_id, 'completed', '', j)
   charge(j.tenant_id, j.base_model, tonumber(args[6]), tonumber(args[7]))
   local position = tonumber(j.position) + 1
   while redis.call('SREM', key .. ':gone', position) == 1 do position = position + 1 end
-  advance(j.workload, w.tenant, position)
+  advance(j.workload, w, position, step)
   return cjson.encode({in_flight = redis.call('SCARD', key .. ':jobs'),
     through = through(w, position, step)})
 end
@@ -211,7 +219,7 @@ end
 local function release(_, args)
   local job_id = args[1]
   local key = 'vla:j:' .. job_id
-  local j = hash(key)
+  local j = job_of(job_id)
   if not j.lease_owner or j.fence ~= args[2] or terminal(j.lifecycle, j.state) then
     return refuse('LEASE_LOST', job_id)
   end

@@ -50,11 +50,11 @@ local function lease_group(_, args)
         'lease_expires', at + lease_ms, 'attempt', attempts + 1)
       redis.call('HINCRBY', attempts_key, j.position, 1)
       redis.call('ZADD', 'vla:leases', at + lease_ms, job_id)
-      local out = hash(key)
-      out.mount = mount
-      out.queue_wait_ms = at - tonumber(j.ready)
-      out.slot_fence = redis.call('HGET', policy, 'slot_fence')
-      group[#group + 1] = out
+      j.fence, j.state, j.lease_owner = tonumber(j.fence) + 1, 'leased', worker
+      j.attempt, j.lease_expires, j.mount = attempts + 1, at + lease_ms, mount
+      j.queue_wait_ms = at - tonumber(j.ready)
+      j.slot_fence = redis.call('HGET', policy, 'slot_fence')
+      group[#group + 1] = j
       if attempts > 0 then break end
     end
   end
@@ -125,7 +125,7 @@ local function expire(_, _)
   local at, count = now_ms(), 0
   for _, job_id in ipairs(redis.call('ZRANGEBYSCORE', 'vla:leases', '-inf', at, 'LIMIT', 0, 512)) do
     local key = 'vla:j:' .. job_id
-    local j = hash(key)
+    local j = job_of(job_id)
     redis.call('ZREM', 'vla:leases', job_id)
     redis.call('HINCRBY', key, 'fence', 1)
     redis.call('HDEL', key, 'lease_owner', 'lease_expires')

@@ -21,7 +21,7 @@ from vla_platform.control.training_job import ReserveLimits, TrainingJob
 from vla_platform.errors import LeaseLostError, LedgerError
 
 BASE = "tiny"
-LEASE_S = 100.0
+LEASE_S = 100.0  # no sum of the time jumps below
 LIMITS = ReserveLimits(tenant_rollouts=1, rollouts=2, share_window_s=1e9)
 NAMES = ("sft-low", "sft-high", "rl-one", "rl-two", "rl-twin")
 WORKERS = ("w1", "w2")
@@ -316,7 +316,7 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
         for job_id in jobs:
             mine[job_id].expires = self.model.now + LEASE_S
 
-    @rule(seconds=st.sampled_from([15.0, 70.0, 130.0]))
+    @rule(seconds=st.sampled_from([17.0, 70.0, 130.0]))
     def time_passes(self, seconds: float) -> None:
         self.model.now += seconds
         self.ledger.client.incrby(TEST_CLOCK_KEY, int(seconds * 1000))
