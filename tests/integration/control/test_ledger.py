@@ -381,7 +381,6 @@ def test_no_job_is_lost_and_none_counts_twice(ledger: Ledger, events: list[str])
             if dies:
                 worker += 1
                 passed(0.005)
-                pass
     found = ledger.workload("r")
     if found["state"] == "failed":
         assert max(deaths.values()) >= 3
