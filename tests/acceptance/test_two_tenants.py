@@ -205,37 +205,6 @@ def test_an_outage_of_a_server_fails_nobodys_run_f23_f59(stack, undisturbed, ser
     assert list(admin.ledger.steps(run.id)) == list(range(1, 81))
 
 
-def test_an_emptied_ledger_is_rebuilt_from_the_object_store_f30(stack, undisturbed):
-    """FLUSHALL in mid-run: what runs goes on with equal numbers, what has ended stays ended."""
-    _, admin, platforms = stack
-    wanted = spec("flushed", "reach", seed=7, steps=60)
-    calm = platforms["a"].submit({**wanted, "policy": "unflushed"})
-    calm.result(TIMEOUT_S)
-    cancelled = platforms["ab"].submit(spec("cancelled", "go-to", steps=5000))
-    cancelled.cancel()
-    run = platforms["a"].submit(wanted)
-    at_step(run, 25)
-    admin.ledger.client.flushall()
-    end = time.monotonic() + TIMEOUT_S
-    while not admin.ledger.knows(run.id):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    assert run.result(TIMEOUT_S).step == 60
-    found, wanted_digests = (digests(admin, "a", one.status().checkpoint) for one in (run, calm))
-    for name in ("module.safetensors", "optimizer.safetensors"):
-        assert found[name] == wanted_digests[name]
-    assert cancelled.status().state == "cancelled"
-    assert undisturbed["a"].status().state == "succeeded"
-    assert undisturbed["a"].status().policy_version == STEPS
-    assert rebuilt_again(admin) == ()
-
-
-def rebuilt_again(admin: Operator) -> tuple[str, ...]:
-    """A second recovery finds nothing to do."""
-    found = recover(admin)
-    return (*found.restored, *found.corrected, *found.unreadable)
-
-
 def test_a_paused_run_goes_on_where_it_was(stack, undisturbed):
     _, _, platforms = stack
     run = platforms["a"].submit(spec("paused", "reach", seed=8, steps=60))
@@ -457,3 +426,37 @@ def test_a_tenant_reaches_nothing_of_another(stack, undisturbed):
     assert json.loads(other._connection.objects.get(key))["policy"] == "alone"
     with pytest.raises(StorageAccessError):
         one._connection.objects.get(key)
+
+
+def test_an_emptied_ledger_is_rebuilt_from_the_object_store_f30(stack, undisturbed):
+    """FLUSHALL in mid-run: what runs goes on with equal numbers, what has ended stays ended.
+
+    The last test of this module: the event streams of earlier runs go with the rest.
+    """
+    _, admin, platforms = stack
+    wanted = spec("flushed", "reach", seed=7, steps=60)
+    calm = platforms["a"].submit({**wanted, "policy": "unflushed"})
+    calm.result(TIMEOUT_S)
+    cancelled = platforms["ab"].submit(spec("cancelled", "go-to", steps=5000))
+    cancelled.cancel()
+    run = platforms["a"].submit(wanted)
+    at_step(run, 25)
+    admin.ledger.client.flushall()
+    end = time.monotonic() + TIMEOUT_S
+    while not admin.ledger.knows(run.id):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert run.result(TIMEOUT_S).step == 60
+    found, wanted_digests = (digests(admin, "a", one.status().checkpoint) for one in (run, calm))
+    for name in ("module.safetensors", "optimizer.safetensors"):
+        assert found[name] == wanted_digests[name]
+    assert cancelled.status().state == "cancelled"
+    assert undisturbed["a"].status().state == "succeeded"
+    assert undisturbed["a"].status().policy_version == STEPS
+    assert rebuilt_again(admin) == ()
+
+
+def rebuilt_again(admin: Operator) -> tuple[str, ...]:
+    """A second recovery finds nothing to do."""
+    found = recover(admin)
+    return (*found.restored, *found.corrected, *found.unreadable)

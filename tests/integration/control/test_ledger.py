@@ -362,6 +362,8 @@ def test_no_job_is_lost_and_none_counts_twice(ledger: Ledger, events: list[str])
         elif event in ("produce", "silent"):
             job = ledger.reserve("r", lease_s=LONG_S if event == "produce" else EXPIRED_S)
             if event == "silent":
+                if isinstance(job, TrainingJob):
+                    deaths[job.position] = deaths.get(job.position, 0) + 1
                 passed(0.005)
             elif isinstance(job, TrainingJob):
                 ledger.mark(job, JobState.READY, sample_count=1, domain="train")

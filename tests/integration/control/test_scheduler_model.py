@@ -55,6 +55,7 @@ class Run:
     next_position: int = 0
     step: int = 0
     owner: str = ""
+    slot_fence: int = 0
     jobs: dict[int, Job] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     attempts: dict[int, int] = field(default_factory=dict)
@@ -162,6 +163,7 @@ class Model:
             elif attempts and group:
                 continue
             else:
+                job.run.slot_fence += not job.run.owner
                 job.run.owner = worker
                 job.fence += 1
                 job.state, job.expires, job.owner = "leased", self.now + LEASE_S, worker
@@ -257,7 +259,7 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
 
     def _complete(self, lease: TrainingJob, job: Job, *, ours: bool) -> None:
         step = job.run.step + 1
-        if not ours or job.run.owner != lease.lease_owner:
+        if not ours or job.run.slot_fence != lease.slot_fence:
             with pytest.raises(LedgerError):
                 self.ledger.complete(lease, step=step, result={})
             return
