@@ -17,7 +17,7 @@ class Explanation:
     state: str
     waits_for: str  # empty: it is being worked on
     position: int | None = None  # runs or jobs ahead of it in the line it waits in
-    estimate_s: float | None = None  # from the mean cost of recent jobs; None: unknown
+    estimate_s: float | None = None  # from the mean cost of its tenant's jobs; None: unknown
     jobs: dict[str, int] | None = None  # its training jobs in flight, by state
     dropped: int = 0
 
@@ -49,7 +49,7 @@ def _pending(ledger: Ledger, run: str, w: dict[str, str]) -> Explanation:
 
 def _running(ledger: Ledger, run: str, w: dict[str, str]) -> Explanation:
     jobs: dict[str, dict[str, Any]] = {}
-    for job_id in ledger.client.smembers(f"vla:w:{run}:jobs"):
+    for job_id in ledger.client.zrange(f"vla:w:{run}:jobs", 0, -1):
         jobs[job_id] = ledger.client.hgetall(f"vla:j:{job_id}")
     states = Counter(job["state"] for job in jobs.values() if job)
     common: dict[str, Any] = {
@@ -64,7 +64,7 @@ def _running(ledger: Ledger, run: str, w: dict[str, str]) -> Explanation:
     if ready:
         ahead = ledger.ready_ahead(ready, w["base_model"])
         if ahead is not None:
-            pace_s = ledger.seconds_per_job(w["base_model"])
+            pace_s = ledger.seconds_per_job(w["tenant"])
             return Explanation(
                 waits_for="a training worker",
                 position=ahead,

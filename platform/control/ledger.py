@@ -298,10 +298,10 @@ class Ledger:
         mine = [every[job] for job in jobs if job in every]
         return sum(rank < min(mine) for rank in every.values()) if mine else None
 
-    def seconds_per_job(self, base_model: str) -> float | None:
-        """Mean worker-seconds of a training job so far; None before the first."""
+    def seconds_per_job(self, tenant: str) -> float | None:
+        """Mean worker-seconds of the tenant's training jobs so far; None before the first."""
         with _answers():
-            spent, jobs = self._redis.hmget("vla:pace", f"{base_model}:s", f"{base_model}:jobs")
+            spent, jobs = self._redis.hmget(f"vla:usage:{tenant}", "worker_s", "jobs")
         return float(spent) / int(jobs) if jobs else None
 
     def _ready_queues(self, base_model: str) -> list[str]:

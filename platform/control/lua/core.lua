@@ -2,8 +2,8 @@
 --
 --   vla:w:<workload>             hash   workload (state, policy, position, step, ...)
 --   vla:w:<workload>:history     list   {"state","at","reason"} per transition
---   vla:w:<workload>:jobs        set    its training jobs that are not terminal
---   vla:w:<workload>:reserved    zset   those a producer holds -> lease_expires (ms)
+--   vla:w:<workload>:jobs        zset   its training jobs that are not terminal -> when a silent
+--                                       producer loses them (ms); infinite once produced
 --   vla:w:<workload>:steps       hash   optimizer step -> result of the job that made it
 --   vla:w:<workload>:attempts    hash   position -> failed leases of that position
 --   vla:t:<tenant>:workloads     zset   workload -> created (ms); the tenant may read vla:t:<tenant>:*
@@ -14,7 +14,6 @@
 --   vla:weights                  hash   tenant -> its share; 1 where absent
 --   vla:charged                  zset   tenants with running workloads -> cost (s) / weight
 --   vla:usage:<tenant>           hash   worker_s, samples, jobs, dropped:<policy>:<reason>
---   vla:pace                     hash   <base>:s, <base>:jobs; what training jobs cost so far
 --   vla:rollouts                 set    jobs whose environments step now
 --   vla:policy:<policy_key>      hash   running workload, policy_version, slot owner and fence
 --   vla:workers                  zset   training worker -> when it counts as dead (ms)
@@ -122,32 +121,33 @@ local function stage_key(stage, base_model)
   return 'vla:stage:' .. stage .. (stage == 'actor_forward' and ':' .. base_model or '')
 end
 
--- Takes a job out of every index of the state it was in.
+-- Takes a job out of the index of the state it was in.
 local function unlist(job_id, j)
-  redis.call('ZREM', ready_key(j), job_id)
-  redis.call('ZREM', 'vla:leases', job_id)
-  redis.call('ZREM', 'vla:w:' .. j.workload .. ':reserved', job_id)
-  if j.task_type == 'rl' then
+  if j.state == 'ready' then
+    redis.call('ZREM', ready_key(j), job_id)
+  elseif j.state ~= 'reserved' then
+    local stage = string.match(j.state, '^needs_(.*)$')
+    redis.call('ZREM', stage and stage_key(stage, j.base_model) or 'vla:leases', job_id)
+  elseif j.task_type == 'rl' then
     redis.call('SREM', 'vla:rollouts', job_id)
     redis.call('SREM', 'vla:tenant:' .. j.tenant_id .. ':rollouts', job_id)
-    redis.call('ZREM', stage_key('actor_forward', j.base_model), job_id)
-    redis.call('ZREM', stage_key('advantages'), job_id)
   end
 end
 
-local function end_job(job_id, state, reason, known)
+local function end_job(job_id, state, reason, known, at)
   local key = 'vla:j:' .. job_id
   local j = known or job_of(job_id)
-  redis.call('HSET', key, 'state', state, 'terminal_reason', reason, 'ended', now_ms())
+  redis.call('HSET', key, 'state', state, 'terminal_reason', reason,
+    'ended', at or now_ms())
   redis.call('EXPIRE', key, RETENTION_S)
   unlist(job_id, j)
-  redis.call('SREM', 'vla:w:' .. j.workload .. ':jobs', job_id)
+  redis.call('ZREM', 'vla:w:' .. j.workload .. ':jobs', job_id)
   redis.call('RPUSH', 'vla:clear', j.partition_id .. ' ' .. j.tenant_id)
   wake('vla:room:' .. j.workload)
 end
 
 local function end_jobs(id, state, reason)
-  for _, job_id in ipairs(redis.call('SMEMBERS', 'vla:w:' .. id .. ':jobs')) do
+  for _, job_id in ipairs(redis.call('ZRANGE', 'vla:w:' .. id .. ':jobs', 0, -1)) do
     end_job(job_id, state, reason)
   end
 end
@@ -200,8 +200,8 @@ end
 local function holds(j, fence, state) return j.state == state and j.fence == fence end
 
 -- The workload's next position, whatever became of the one before.
-local function advance(id, w, position, step)
-  set_workload(id, w.tenant, 'position', position, 'step', step, 'updated', now_ms())
+local function advance(id, w, position, step, at)
+  set_workload(id, w.tenant, 'position', position, 'step', step, 'updated', at)
   enqueue(id .. '-' .. position .. '-' .. w.incarnation)
 end
 
@@ -210,16 +210,12 @@ local function through(w, position, step)
   return position >= tonumber(w.total_positions)
 end
 
-local function charge(tenant, base_model, cost_s, samples)
+local function charge(tenant, cost_s, samples)
   local weight = tonumber(redis.call('HGET', 'vla:weights', tenant) or 1)
-  if redis.call('ZSCORE', 'vla:charged', tenant) then
-    redis.call('ZINCRBY', 'vla:charged', cost_s / weight, tenant)
-  end
+  redis.call('ZADD', 'vla:charged', 'XX', 'INCR', cost_s / weight, tenant)
   redis.call('HINCRBYFLOAT', 'vla:usage:' .. tenant, 'worker_s', cost_s)
   redis.call('HINCRBY', 'vla:usage:' .. tenant, 'samples', samples)
   redis.call('HINCRBY', 'vla:usage:' .. tenant, 'jobs', 1)
-  redis.call('HINCRBYFLOAT', 'vla:pace', base_model .. ':s', cost_s)
-  redis.call('HINCRBY', 'vla:pace', base_model .. ':jobs', 1)
 end
 
 -- A worker that went silent: what it held can be leased by others.
@@ -231,7 +227,7 @@ local function bury(worker)
   redis.call('ZREM', 'vla:workers', worker)
 end
 
-local function bury_silent()
-  local silent = redis.call('ZRANGEBYSCORE', 'vla:workers', '-inf', now_ms(), 'LIMIT', 0, 16)
+local function bury_silent(at)
+  local silent = redis.call('ZRANGEBYSCORE', 'vla:workers', '-inf', at, 'LIMIT', 0, 16)
   for _, worker in ipairs(silent) do bury(worker) end
 end

@@ -1,6 +1,6 @@
 -- Why a running workload may not begin a training job now; nil where it may.
 local function must_wait(id, w, limits)
-  local jobs = redis.call('SCARD', 'vla:w:' .. id .. ':jobs')
+  local jobs = redis.call('ZCARD', 'vla:w:' .. id .. ':jobs')
   local undurable = 0
   if w.target == 'steps' then
     -- Rollouts use what is published; a step that is not counts like a job in flight.
@@ -18,14 +18,17 @@ local function must_wait(id, w, limits)
     end
     if redis.call('SCARD', 'vla:rollouts') >= limits.rollouts then return 'the global rollout limit' end
   end
-  local backlog = redis.call('ZCARD', 'vla:ready:' .. w.base_model)
-  for _, worker in ipairs(redis.call('ZRANGE', 'vla:workers', 0, 31)) do
-    backlog = backlog + redis.call('ZCARD', 'vla:ready:' .. w.base_model .. ':' .. worker)
-  end
-  if backlog == 0 then return nil end -- nobody else has work for the device: take it
   local least = redis.call('ZRANGE', 'vla:charged', 0, 0, 'WITHSCORES')
+  if least[1] == w.tenant then return nil end
   local mine = redis.call('ZSCORE', 'vla:charged', w.tenant) or 0
-  if tonumber(mine) - tonumber(least[2] or 0) > limits.share_window_s then return 'fair share' end
+  if tonumber(mine) - tonumber(least[2] or 0) <= limits.share_window_s then return nil end
+  -- Ahead of its share; it waits only while there is other work for the device.
+  if redis.call('ZCARD', 'vla:ready:' .. w.base_model) > 0 then return 'fair share' end
+  for _, worker in ipairs(redis.call('ZRANGE', 'vla:workers', 0, -1)) do
+    if redis.call('ZCARD', 'vla:ready:' .. w.base_model .. ':' .. worker) > 0 then
+      return 'fair share'
+    end
+  end
   return nil
 end
 
@@ -37,7 +40,7 @@ local function reserve(_, args)
   local w = hash(key)
   if not w.state then return refuse('NOT_FOUND', id) end
   if w.state ~= 'running' then return cjson.encode({wait = w.state}) end
-  local silent = redis.call('ZRANGEBYSCORE', key .. ':reserved', '-inf', at, 'LIMIT', 0, 1)
+  local silent = redis.call('ZRANGEBYSCORE', key .. ':jobs', '-inf', at, 'LIMIT', 0, 1)
   if silent[1] then
     local job = 'vla:j:' .. silent[1]
     if redis.call('HINCRBY', job, 'attempt', 1) > MOST_ATTEMPTS then
@@ -46,7 +49,7 @@ local function reserve(_, args)
     end
     redis.call('HSET', job, 'lease_expires', at + lease_ms)
     redis.call('HINCRBY', job, 'fence', 1)
-    redis.call('ZADD', key .. ':reserved', at + lease_ms, silent[1])
+    redis.call('ZADD', key .. ':jobs', at + lease_ms, silent[1])
     return cjson.encode({job = hash(job)})
   end
   local why = must_wait(id, w, cjson.decode(args[3]))
@@ -58,8 +61,7 @@ local function reserve(_, args)
   local position = tonumber(w.next_position)
   local job_id = id .. '-' .. position .. '-' .. w.incarnation
   redis.call('HSET', key, 'next_position', position + 1)
-  redis.call('SADD', key .. ':jobs', job_id)
-  redis.call('ZADD', key .. ':reserved', at + lease_ms, job_id)
+  redis.call('ZADD', key .. ':jobs', at + lease_ms, job_id)
   local rl = w.kind == 'rl'
   if rl then
     redis.call('SADD', 'vla:rollouts', job_id)
@@ -95,23 +97,30 @@ local function mark(_, args)
   if not allowed(j.lifecycle, j.state, state) then
     return refuse('ILLEGAL', job_id .. ': ' .. j.state .. ' -> ' .. state)
   end
-  local flat = {'state', state, 'attempt', 0}
+  local flat = {'state', state, 'attempt', 0, 'lease_owner', '', 'lease_expires', 0}
   for name, value in pairs(cjson.decode(args[4])) do
     flat[#flat + 1] = name; flat[#flat + 1] = tostring(value)
   end
+  if state == 'ready' then
+    j.ready_seq = redis.call('INCR', 'vla:seq:ready')
+    for _, value in ipairs({'ready_seq', j.ready_seq, 'ready', now_ms()}) do
+      flat[#flat + 1] = value
+    end
+  end
   unlist(job_id, j)
   redis.call('HSET', key, unpack(flat))
-  redis.call('HDEL', key, 'lease_expires', 'lease_owner')
-  wake('vla:room:' .. j.workload)
+  if j.state == 'reserved' then
+    redis.call('ZADD', 'vla:w:' .. j.workload .. ':jobs', '+inf', job_id)
+  end
   if state ~= 'ready' then
+    wake('vla:room:' .. j.workload) -- its environments are free for the next rollout
     local stage = string.sub(state, #'needs_' + 1)
     local queue = stage_key(stage, j.base_model)
     redis.call('ZADD', queue, rank(j, j.created_seq), job_id)
     wake('vla:wake:' .. (stage == 'actor_forward' and j.base_model or stage))
     return redis.call('SET', 'vla:hint:' .. queue, 1, 'NX', 'PX', 1000) and 1 or 0
   end
-  j.state, j.ready_seq = state, redis.call('INCR', 'vla:seq:ready')
-  redis.call('HSET', key, 'ready_seq', j.ready_seq, 'ready', now_ms())
+  j.state = state
   enqueue(job_id, j)
   if redis.call('EXISTS', 'vla:draining:' .. j.base_model) == 1 then return 0 end
   return redis.call('SET', 'vla:hint:training:' .. j.base_model, 1, 'NX', 'PX', 5000) and 1 or 0
@@ -145,13 +154,14 @@ end
 local function renew(_, args)
   local key = 'vla:j:' .. args[1]
   local j = job_of(args[1])
-  if not j.state or j.fence ~= args[2] or not j.lease_expires or terminal(j.lifecycle, j.state) then
+  if not j.state or j.fence ~= args[2] or j.lease_expires == '0'
+      or terminal(j.lifecycle, j.state) then
     return refuse('LEASE_LOST', args[1])
   end
   local until_ms = now_ms() + tonumber(args[3])
   redis.call('HSET', key, 'lease_expires', until_ms, 'progress', args[4])
   if j.state == 'reserved' then
-    redis.call('ZADD', 'vla:w:' .. j.workload .. ':reserved', until_ms, args[1])
+    redis.call('ZADD', 'vla:w:' .. j.workload .. ':jobs', until_ms, args[1])
   else
     redis.call('ZADD', 'vla:leases', until_ms, args[1])
   end
@@ -169,7 +179,9 @@ local function drop_job(job_id, j, reason)
   while redis.call('SREM', 'vla:w:' .. j.workload .. ':gone', position) == 1 do
     position = position + 1
   end
-  if position ~= tonumber(w.position) then advance(j.workload, w, position, w.step) end
+  if position ~= tonumber(w.position) then
+    advance(j.workload, w, position, w.step, now_ms())
+  end
 end
 
 -- drop(job, fence, reason): a held RL job -> dropped: its samples train nothing.
@@ -197,7 +209,8 @@ local function complete(_, args)
   end
   local key = 'vla:w:' .. j.workload
   local w = pick(key, {'position', 'step', 'tenant', 'base_version', 'incarnation', 'target',
-    'total_steps', 'total_positions'})
+    'total_steps', 'total_positions', 'kind'})
+  local at = now_ms()
   if j.position ~= w.position then return refuse('ILLEGAL', job_id .. ' is not the next position') end
   if step > tonumber(w.step) then
     redis.call('HSET', key .. ':steps', step, args[5])
@@ -205,12 +218,14 @@ local function complete(_, args)
       tonumber(w.base_version) + step)
   end
   redis.call('HDEL', key .. ':attempts', j.position)
-  end_job(job_id, 'completed', '', j)
-  charge(j.tenant_id, j.base_model, tonumber(args[6]), tonumber(args[7]))
+  end_job(job_id, 'completed', '', j, at)
+  charge(j.tenant_id, tonumber(args[6]), tonumber(args[7]))
   local position = tonumber(j.position) + 1
-  while redis.call('SREM', key .. ':gone', position) == 1 do position = position + 1 end
-  advance(j.workload, w, position, step)
-  return cjson.encode({in_flight = redis.call('SCARD', key .. ':jobs'),
+  while w.kind == 'rl' and redis.call('SREM', key .. ':gone', position) == 1 do
+    position = position + 1
+  end
+  advance(j.workload, w, position, step, at)
+  return cjson.encode({in_flight = redis.call('ZCARD', key .. ':jobs'),
     through = through(w, position, step)})
 end
 
@@ -220,10 +235,10 @@ local function release(_, args)
   local job_id = args[1]
   local key = 'vla:j:' .. job_id
   local j = job_of(job_id)
-  if not j.lease_owner or j.fence ~= args[2] or terminal(j.lifecycle, j.state) then
+  if (j.lease_owner or '') == '' or j.fence ~= args[2] or terminal(j.lifecycle, j.state) then
     return refuse('LEASE_LOST', job_id)
   end
-  redis.call('HDEL', key, 'lease_owner', 'lease_expires')
+  redis.call('HSET', key, 'lease_owner', '', 'lease_expires', 0)
   redis.call('ZREM', 'vla:leases', job_id)
   if j.state == 'leased' then
     redis.call('HSET', key, 'state', 'ready')

@@ -12,7 +12,7 @@ end
 local function lease_group(_, args)
   local worker, base, max_jobs, lease_ms = args[1], args[2], tonumber(args[3]), tonumber(args[4])
   local at, group = now_ms(), {}
-  bury_silent()
+  bury_silent(at)
   redis.call('ZADD', 'vla:workers', at + lease_ms, worker)
   redis.call('SET', 'vla:draining:' .. base, worker, 'PX', 3000)
   local free, own = 'vla:ready:' .. base, 'vla:ready:' .. base .. ':' .. worker
@@ -27,33 +27,32 @@ local function lease_group(_, args)
     local j = hash(key)
     local policy = 'vla:policy:' .. j.policy_key
     local attempts_key = 'vla:w:' .. j.workload .. ':attempts'
-    local attempts = tonumber(redis.call('HGET', attempts_key, j.position) or 0)
-    local age = tonumber(redis.call('HGET', policy, 'policy_version') or 0)
-      - tonumber(j.behavior_policy_version or 0)
+    local version, slot_fence = unpack(redis.call('HMGET', policy, 'policy_version', 'slot_fence'))
+    local attempts = redis.call('HINCRBY', attempts_key, j.position, 1) - 1
+    local age = tonumber(version or 0) - tonumber(j.behavior_policy_version or 0)
     if tonumber(j.max_policy_staleness) >= 0 and age > tonumber(j.max_policy_staleness) then
       drop_job(job_id, j, 'policy_stale')
     elseif attempts >= MOST_ATTEMPTS then
       poison(job_id, j, 'worker')
     elseif attempts > 0 and #group > 0 then
+      redis.call('HINCRBY', attempts_key, j.position, -1)
       skipped[queue] = skipped[queue] + 1
     else
       local mount = 0
       if queue == free then
         mount = 1
-        redis.call('HINCRBY', policy, 'slot_fence', 1)
-        redis.call('HSET', policy, 'slot_owner', worker)
+        slot_fence = tonumber(slot_fence or 0) + 1
+        redis.call('HSET', policy, 'slot_owner', worker, 'slot_fence', slot_fence)
         redis.call('SADD', 'vla:slots:' .. worker, j.policy_key)
       end
       redis.call('ZREM', queue, job_id)
-      redis.call('HINCRBY', key, 'fence', 1)
-      redis.call('HSET', key, 'state', 'leased', 'lease_owner', worker, 'leased', at,
-        'lease_expires', at + lease_ms, 'attempt', attempts + 1)
-      redis.call('HINCRBY', attempts_key, j.position, 1)
+      redis.call('HSET', key, 'state', 'leased', 'fence', tonumber(j.fence) + 1, 'lease_owner',
+        worker, 'leased', at, 'lease_expires', at + lease_ms, 'attempt', attempts + 1)
       redis.call('ZADD', 'vla:leases', at + lease_ms, job_id)
       j.fence, j.state, j.lease_owner = tonumber(j.fence) + 1, 'leased', worker
       j.attempt, j.lease_expires, j.mount = attempts + 1, at + lease_ms, mount
       j.queue_wait_ms = at - tonumber(j.ready)
-      j.slot_fence = redis.call('HGET', policy, 'slot_fence')
+      j.slot_fence = slot_fence
       group[#group + 1] = j
       if attempts > 0 then break end
     end
@@ -121,14 +120,14 @@ end
 
 -- expire(): leases that nobody renewed return to where they can be leased again.
 local function expire(_, _)
-  bury_silent()
   local at, count = now_ms(), 0
+  bury_silent(at)
   for _, job_id in ipairs(redis.call('ZRANGEBYSCORE', 'vla:leases', '-inf', at, 'LIMIT', 0, 512)) do
     local key = 'vla:j:' .. job_id
     local j = job_of(job_id)
     redis.call('ZREM', 'vla:leases', job_id)
     redis.call('HINCRBY', key, 'fence', 1)
-    redis.call('HDEL', key, 'lease_owner', 'lease_expires')
+    redis.call('HSET', key, 'lease_owner', '', 'lease_expires', 0)
     if j.state == 'leased' then
       redis.call('HSET', key, 'state', 'ready')
       enqueue(job_id)
@@ -185,14 +184,14 @@ local function review(_, args)
         go_back(id, w, tonumber(w.durable_position), tonumber(w.durable_step))
         w = hash(key)
       end
-      local jobs = redis.call('SCARD', key .. ':jobs')
+      local jobs = redis.call('ZCARD', key .. ':jobs')
       local left
       if w.target == 'steps' then
         left = tonumber(w.step) + jobs < tonumber(w.total_steps)
       else
         left = tonumber(w.next_position) < tonumber(w.total_positions)
       end
-      local silent = redis.call('ZCOUNT', key .. ':reserved', '-inf', at) > 0
+      local silent = redis.call('ZCOUNT', key .. ':jobs', '-inf', at) > 0
       if (silent or (left and jobs < tonumber(w.max_in_flight)))
           and redis.call('EXISTS', 'vla:producing:' .. id) == 0 then
         produce[#produce + 1] = id

@@ -389,4 +389,4 @@ def test_no_job_is_lost_and_none_counts_twice(ledger: Ledger, events: list[str])
     else:
         assert str(total) == found["position"]
         assert list(ledger.steps("r")) == [1, 2, 3, 4]
-        assert ledger.client.scard("vla:w:r:jobs") == 0
+        assert ledger.client.zcard("vla:w:r:jobs") == 0

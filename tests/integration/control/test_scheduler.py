@@ -193,7 +193,7 @@ def test_paced_admission_never_drops(ledger: Ledger):
         while not isinstance(reserve(ledger, "r"), str):
             pass
         for job_id in sorted(
-            ledger.client.smembers("vla:w:r:jobs"), key=lambda name: int(name.split("-")[1])
+            ledger.client.zrange("vla:w:r:jobs", 0, -1), key=lambda name: int(name.split("-")[1])
         ):
             job = TrainingJob.from_hash(ledger.client.hgetall(f"vla:j:{job_id}"))
             if job.state == "reserved":

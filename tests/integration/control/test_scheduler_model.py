@@ -346,7 +346,7 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
             if run.state != "running":
                 continue
             assert (int(found["position"]), int(found["step"])) == (run.position, run.step)
-            ids = self.ledger.client.smembers(f"vla:w:{name}:jobs")
+            ids = set(self.ledger.client.zrange(f"vla:w:{name}:jobs", 0, -1))
             assert ids == {job.job_id for job in run.jobs.values()}
             assert len(ids) <= run.most
             for job in run.jobs.values():
