@@ -18,6 +18,8 @@ from typing import Any
 from kombu import Exchange, Queue
 from kombu.transport import redis
 
+from vla_platform.failpoints import Failpoint, reach
+
 INGRESS_PREFIX = "ingress."
 INGRESS_TASKS = {
     "ingress.submit": {"request_id", "spec", "key"},
@@ -123,6 +125,7 @@ class Transport(redis.Transport):  # type: ignore[misc]
 
     def _deliver(self, message: Any, queue: str) -> None:
         self.decoded = True
+        reach(Failpoint.AFTER_POP)
         if queue.startswith(INGRESS_PREFIX):
             try:
                 message = fresh_message(message, queue)

@@ -49,6 +49,7 @@ class Settings(BaseModel):
         5.0, gt=0.0, description="worker-seconds a tenant may be ahead of its share"
     )
     max_pending_per_tenant: int = Field(1000, ge=1)
+    failpoint: str = Field("", description="for tests of failures; see failpoints.py")
     role: str = Field("", description="control | sft | gpu | beat | flower | metrics")
     port: int = Field(0, description="where the metrics collector listens; 0: 9100")
     ready_file: Path | None = Field(None, description="created once the process is ready")

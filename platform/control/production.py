@@ -27,6 +27,7 @@ from vla_platform.datasets import Batch, Demonstrations, LeRobotDataset
 from vla_platform.datasets.demonstrations import DEFAULT_CACHE_BYTES
 from vla_platform.datasets.frames import FrameSource
 from vla_platform.errors import DatasetError, LeaseLostError
+from vla_platform.failpoints import Failpoint, reach
 from vla_platform.schema import Schema
 from vla_platform.specs import SFTSpec
 from vla_storage.errors import CodedError, ObjectExistsError
@@ -231,6 +232,7 @@ def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
         job.partition_id, job.tenant_id
     )  # what a producer left that died before `ready`
     services.payloads.put(job.partition_id, job.tenant_id, batch.columns, ttl_s=PAYLOAD_TTL_S)
+    reach(Failpoint.PAYLOAD_WRITTEN)
     try:
         hint_is_due = services.ledger.mark(
             job, JobState.READY, sample_count=len(batch), domain=str(domain)
@@ -238,6 +240,7 @@ def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
     except LeaseLostError:
         services.payloads.clear(job.partition_id, job.tenant_id)
         raise
+    reach(Failpoint.META_PUBLISHED)
     if hint_is_due:
         dispatch.train(
             job_id=job.job_id,

@@ -15,6 +15,7 @@ from vla_platform.control.services import Services
 from vla_platform.control.training_job import TrainingJob
 from vla_platform.control.workloads import Prepared
 from vla_platform.errors import LeaseLostError
+from vla_platform.failpoints import Failpoint, reach, reach_in_storage
 from vla_platform.gpu_workers.slots import Slot
 from vla_platform.metrics.events import Event
 from vla_platform.specs import CheckpointSpec, SFTSpec
@@ -68,6 +69,7 @@ class CheckpointPublisher:
             objects=self._services.objects,
             tenant_id=tenant,
             signing_key=self._services.signing_key,
+            failpoint=reach_in_storage,
         )
 
     def save(self, slot: Slot, mounted: Mounted, job: TrainingJob, *, position: int) -> None:
@@ -99,6 +101,7 @@ class CheckpointPublisher:
         saving = self._writer.save(
             self.store(job.tenant_id), checkpoint, guard=lambda: self._still_ours(job)
         )
+        reach(Failpoint.STAGE_DONE)
         saving.add_done_callback(functools.partial(self._saved, job))
         mounted.saved_step = slot.step
         mounted.parent = f"{header.policy}/{header.workload_id}/{header.step}"

@@ -21,6 +21,7 @@ from vla_platform.control.services import Services
 from vla_platform.control.training_job import Progress, TrainingJob
 from vla_platform.control.workloads import load_prepared, load_spec
 from vla_platform.errors import BackboneChangedError, LedgerError
+from vla_platform.failpoints import Failpoint, reach
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
 from vla_platform.gpu_workers.slots import SlotConfig, SlotState
 from vla_platform.gpu_workers.training import TrainingModelService, TrainItem, TrainResult
@@ -76,6 +77,7 @@ class TrainingRunner:
                     lease_s=settings.lease_s,
                 )
                 if jobs:
+                    reach(Failpoint.AFTER_LEDGER_CLAIM)
                     done += self.train(jobs)
                     groups += 1
                 elif not ledger.wait_for_ready(self._base_model, timeout_s=0.2) and groups == 0:
@@ -118,7 +120,9 @@ class TrainingRunner:
                 if item is not None:
                     ready.append((job, item))
         train = [pair for pair in ready if pair[0].domain == Domain.TRAIN]
+        reach(Failpoint.BEFORE_STEP)
         outcomes = self._service.train_group([item for _, item in train])
+        reach(Failpoint.AFTER_STEP)
         done = 0
         for (job, _), outcome in zip(train, outcomes, strict=True):
             done += self._settle(job, outcome, kind="step")
@@ -240,6 +244,7 @@ class TrainingRunner:
             _log.warning("action=effect_refused job=%s reason=%s", job.job_id, error)
             self._forget(job.policy_key)
             return 0
+        reach(Failpoint.AFTER_STEPLOG)
         self._services.emitter.emit(
             Event(tenant=job.tenant_id, workload=job.workload, kind=kind, values=values)
         )

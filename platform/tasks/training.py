@@ -6,10 +6,14 @@ from typing import Any
 
 from celery import shared_task
 
+from vla_platform.failpoints import Failpoint, reach
+
 
 @shared_task(name="training.train_job", ignore_result=False)
 def train_job(job_id: str, tenant_id: str, partition_id: str, base_model: str) -> dict[str, Any]:
     """Train what is ready for this base model, the named job among it, for one slice."""
     from vla_platform.gpu_workers.bootsteps import runner
 
-    return runner(base_model).drain()
+    counts = runner(base_model).drain()
+    reach(Failpoint.BEFORE_ACK)
+    return counts

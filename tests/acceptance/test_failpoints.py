@@ -1,0 +1,151 @@
+"""Processes die at every named place of a training job's life: nothing lost, nothing twice.
+
+Real processes, one tenant, the random base model. A worker is armed through a file that is read
+once per process, so each death happens once and the process that follows it is sound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from vla_platform.cli.tenants import Operator, operator
+from vla_platform.client import Platform, Run
+from vla_platform.datasets.recording import make_demonstrations
+from vla_platform.envs.tabletop import Tabletop
+from vla_platform.failpoints import Failpoint
+from vla_platform.stack import operate
+from vla_storage.checkpoints import CheckpointStore
+
+STEPS = 40
+RTO_S = 15.0
+TIMEOUT_S = 120
+ROUNDS = 200
+ROLE = {Failpoint.PAYLOAD_WRITTEN: "sft", Failpoint.META_PUBLISHED: "sft"}
+NTH = {Failpoint.AFTER_POP: 1, Failpoint.BEFORE_ACK: 1, Failpoint.STAGE_DONE: 2,
+       Failpoint.AFTER_MANIFEST: 2, Failpoint.PART_K: 5}  # fmt: skip
+seeds = itertools.count(100)
+
+
+class Stack:
+    def __init__(self, var: Path, admin: Operator, platform: Platform, armed: Path) -> None:
+        self.var, self.admin, self.platform, self.armed = var, admin, platform, armed
+
+    def pid(self, role: str) -> int | None:
+        return next(one.pid for one in operate.status(self.var) if one.role == role)
+
+    def restarted(self, role: str, before: int | None) -> int:
+        """Wait for the process after `before`, and until it works."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            found = next(one for one in operate.status(self.var) if one.role == role)
+            if found.pid not in (None, before, 0) and str(found.state) == "running":
+                assert found.pid is not None
+                return found.pid
+            time.sleep(0.05)
+        raise AssertionError(f"{role} did not come back")
+
+    def arm(self, role: str, failpoint: Failpoint, nth: int) -> int:
+        """Restart `role` with a failpoint; the process after it will have none."""
+        self.armed.write_text(f"{failpoint}:kill:{nth}")
+        before = self.pid(role)
+        psutil.Process(before).kill()
+        after = self.restarted(role, before)
+        return after
+
+    def submit(self, **changes: Any) -> Run:
+        return self.platform.submit(
+            {
+                "kind": "sft",
+                "policy": f"p{next(seeds)}",
+                "dataset": {"path": "reach", "heldout_samples": 8},
+                "steps": STEPS,
+                "batch_size": 4,
+                "checkpoint": {"every_steps": 10},
+                **changes,
+            }
+        )
+
+    def module_digest(self, run: Run) -> str:
+        key = self.admin.info.signing_key_file.read_bytes().strip()
+        store = CheckpointStore(objects=self.admin.objects, tenant_id="a", signing_key=key)
+        manifest = store.verify(run.status().checkpoint or "")
+        return next(one.sha256 for one in manifest.objects if one.name == "module.safetensors")
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("failpoints")
+    make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=8, seed=0)
+    var, armed = folder / "var", folder / "failpoint"
+    environment = {
+        **os.environ, "VLA_BASE_MODELS": "tiny=tiny-random", "VLA_FAILPOINT": f"@{armed}",
+        "VLA_SLICE_S": "1",
+    }  # fmt: skip
+    try:
+        operate.up(var, environment=environment, dataset_roots=str(folder / "data"), timeout_s=180)
+        with operator(var) as admin, Platform(admin.add("a")) as platform:
+            yield Stack(var, admin, platform, armed)
+    finally:
+        operate.down(var)
+
+
+@pytest.fixture(scope="module")
+def calm(stack: Stack) -> tuple[dict[int, float], str]:
+    run = stack.submit()
+    run.result(TIMEOUT_S)
+    return losses(run), stack.module_digest(run)
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in run.metrics() if event["kind"] == "step"}
+
+
+def die_once(stack: Stack, failpoint: Failpoint, nth: int) -> tuple[Run, float]:
+    """A run during which a worker dies at `failpoint`; returns it and the longest pause."""
+    role = ROLE.get(failpoint, "gpu")
+    pid = stack.arm(role, failpoint, nth)
+    run = stack.submit()
+    died, longest, last = False, 0.0, time.monotonic()
+    step = -1
+    end = time.monotonic() + TIMEOUT_S
+    while not (status := run.status()).is_over:
+        assert time.monotonic() < end, f"{run.id} hangs at step {status.step}"
+        if not died and not psutil.pid_exists(pid):
+            died = True
+            stack.armed.unlink(missing_ok=True)
+            last = time.monotonic()
+        if status.step != step:
+            longest = max(longest, time.monotonic() - last if died else 0.0)
+            step, last = status.step, time.monotonic()
+        time.sleep(0.02)
+    stack.armed.unlink(missing_ok=True)
+    assert died or not psutil.pid_exists(pid), f"{failpoint} was not reached"
+    return run, longest
+
+
+@pytest.mark.parametrize("failpoint", list(Failpoint))
+def test_a_death_at_a_named_place_loses_and_doubles_nothing_f01_f55_pf02(
+    stack: Stack, calm: tuple[dict[int, float], str], failpoint: Failpoint
+) -> None:
+    run, pause_s = die_once(stack, failpoint, NTH.get(failpoint, 8))
+    assert run.status().state == "succeeded"
+    assert list(stack.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
+    assert (losses(run), stack.module_digest(run)) == calm
+    assert pause_s < RTO_S + 10  # the promise, and the start of a process on a busy machine
+
+
+@pytest.mark.slow
+def test_two_hundred_deaths(stack: Stack, calm: tuple[dict[int, float], str]) -> None:
+    """Every failpoint in turn, at changing moments: every run ends, with the same numbers."""
+    for number, failpoint in zip(range(ROUNDS), itertools.cycle(Failpoint), strict=False):
+        nth = NTH.get(failpoint) or 1 + number % 13
+        run, _ = die_once(stack, failpoint, nth)
+        assert (run.status().state, losses(run)) == ("succeeded", calm[0]), (number, failpoint)
