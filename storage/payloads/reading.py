@@ -11,7 +11,14 @@ import numpy as np
 from vla_storage.errors import PayloadCorruptError, PayloadNotFoundError
 from vla_storage.payloads.base import Want
 from vla_storage.payloads.columns import Column, ColumnInfo, FrameColumn, Kind
-from vla_storage.payloads.segments import FRAME_DIGEST, Block, Key, Segment, frame_digest
+from vla_storage.payloads.segments import (
+    CELL_DIGEST,
+    FRAME_DIGEST,
+    Block,
+    Key,
+    Segment,
+    frame_digest,
+)
 from vla_storage.payloads.writing import cells_of
 from vla_storage.tensors import Array
 
@@ -29,14 +36,14 @@ class Run:
 
     @property
     def want(self) -> Want:
-        begin, end = int(self.block.starts[self.first]), int(self.block.starts[self.last])
+        begin, end = self.block.starts[self.first], self.block.starts[self.last]
         return Want(segment=self.segment, offset=self.block.offset + begin, size_bytes=end - begin)
 
     def cells(self, raw: Array) -> Iterator[tuple[int, Array]]:
         """Index in the block and bytes of each row."""
-        starts, base = self.block.starts, int(self.block.starts[self.first])
+        starts, base = self.block.starts, self.block.starts[self.first]
         for index in range(self.first, self.last):
-            yield index, raw[int(starts[index]) - base : int(starts[index + 1]) - base]
+            yield index, raw[starts[index] - base : starts[index + 1] - base]
 
 
 @dataclass(frozen=True)
@@ -91,11 +98,14 @@ def frame_runs(key: Key, segments: Sequence[Segment], name: str, digests: set[st
 
 def runs_of(cells: Sequence[Cell]) -> list[Run]:
     runs: list[Run] = []
-    for segment, block, index in cells:
-        if runs and runs[-1].block is block and runs[-1].last == index:
-            runs[-1] = Run(segment, block, runs[-1].first, index + 1)
-        else:
-            runs.append(Run(segment, block, index, index + 1))
+    first, last = 0, 0
+    while last < len(cells):
+        segment, block, at = cells[first]
+        last += 1
+        while last < len(cells) and cells[last][1] is block and cells[last][2] == at + last - first:
+            last += 1
+        runs.append(Run(segment, block, at, at + last - first))
+        first = last
     return runs
 
 
@@ -114,7 +124,8 @@ def verify(key: Key, run: Run, raw: Array) -> None:
             for index, cell in run.cells(raw)
         )
     elif fits:
-        fits = all(key.cell_digest(cell) == block.digest(index) for index, cell in run.cells(raw))
+        found = key.cell_digests(raw, block.starts[run.first : run.last + 1])
+        fits = found == block.digests[run.first * CELL_DIGEST : run.last * CELL_DIGEST]
     if not fits:
         raise PayloadCorruptError(
             f"column {block.name} of {key} does not match its digest",
@@ -183,6 +194,7 @@ def _info(key: Key, segments: Sequence[Segment], name: str) -> ColumnInfo:
     rows = sorted(cells)
     ordered = [cells[row] for row in rows]
     block = ordered[0][1]
+    runs, pool_runs = runs_of(ordered), runs_of(list(pool.values()))
     return ColumnInfo(
         tenant_id=key.tenant_id,
         partition_id=key.partition_id,
@@ -192,15 +204,11 @@ def _info(key: Key, segments: Sequence[Segment], name: str) -> ColumnInfo:
         rows=tuple(rows),
         shapes=tuple(one.shape(index) for _, one, index in ordered),
         digests=tuple(one.digest(index) for _, one, index in ordered),
-        size_bytes=_size(ordered),
-        tiers=tuple(sorted({one.tier for one, _, _ in (*ordered, *pool.values())})),
+        size_bytes=sum(run.want.size_bytes for run in runs),
+        tiers=tuple(sorted({run.segment.tier for run in (*runs, *pool_runs)})),
         num_frames=len(pool),
-        frame_bytes=_size(list(pool.values())),
+        frame_bytes=sum(run.want.size_bytes for run in pool_runs),
     )
-
-
-def _size(cells: Sequence[Cell]) -> int:
-    return sum(run.want.size_bytes for run in runs_of(cells))
 
 
 def _column(name: str, cells: list[Cell], known: dict[Any, Cell]) -> ColumnPlan:

@@ -10,6 +10,7 @@ Headers come out of a store that a tenant may write to, so nothing in one is bel
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -58,8 +59,15 @@ class Key:
         """What binds the digests of rows to their owner: the bytes of another never fit."""
         return int(xxhash.xxh3_64_intdigest(str(self).encode()))
 
-    def cell_digest(self, raw: Array) -> str:
-        return str(xxhash.xxh3_64_hexdigest(raw.data, self.seed))
+    def cell_digests(self, raw: Array, starts: Sequence[int]) -> str:
+        """Those of consecutive rows, concatenated; `starts` as in a block, not from 0 on."""
+        data, seed, base = raw.data, self.seed, starts[0]
+        return "".join(
+            [
+                xxhash.xxh3_64_hexdigest(data[begin - base : end - base], seed)
+                for begin, end in itertools.pairwise(starts)
+            ]
+        )
 
     def text_digest(self, text: bytes) -> bytes:
         return str(xxhash.xxh3_64_hexdigest(text, self.seed)).encode()
@@ -90,12 +98,14 @@ class Block:
     is_pool: bool = False
 
     @cached_property
-    def starts(self) -> Array:
-        """Bytes from the block's offset to each row, and to the end. Shape: (B + 1,)"""
-        sizes = [math.prod(shape) * self.cell_itemsize for shape in self.shapes]
-        if len(sizes) == 1:
-            return np.arange(len(self.ids) + 1, dtype=np.int64) * sizes[0]
-        return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    def starts(self) -> Sequence[int]:
+        """Bytes from the block's offset to each of the B rows, and to the end."""
+        itemsize = self.cell_itemsize
+        if len(self.shapes) == 1:
+            size = math.prod(self.shapes[0]) * itemsize
+            return [size * number for number in range(len(self.ids) + 1)]
+        sizes = (math.prod(shape) * itemsize for shape in self.shapes)
+        return list(itertools.accumulate(sizes, initial=0))
 
     @property
     def cell_itemsize(self) -> int:
@@ -105,7 +115,7 @@ class Block:
 
     @property
     def size_bytes(self) -> int:
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def shape(self, index: int) -> Shape:
         return self.shapes[0] if len(self.shapes) == 1 else self.shapes[index]

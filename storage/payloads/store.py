@@ -251,14 +251,13 @@ class PayloadStore:
     def _commit(
         self, key: Key, draft: _Draft, tier: Tier, place: Place, seen: list[Segment]
     ) -> list[Segment]:
-        digests: dict[int, list[str]] = {}
+        digests: dict[int, str] = {}
         tier.write(
             key, draft.segment_id, place,
             lambda: writing.pieces(key, draft.blocks, digests),
         )  # fmt: skip
         blocks = tuple(
-            replace(new.block, digests="".join(digests[number]))
-            for number, new in enumerate(draft.blocks)
+            replace(new.block, digests=digests[number]) for number, new in enumerate(draft.blocks)
         )
         segment = Segment(
             segment_id=draft.segment_id, size_bytes=draft.size_bytes, place=place, blocks=blocks

@@ -92,7 +92,7 @@ def place_blocks(planned: Sequence[NewBlock]) -> tuple[list[NewBlock], int]:
     return placed, end
 
 
-def pieces(key: Key, placed: Sequence[NewBlock], digests: dict[int, list[str]]) -> Iterator[Array]:
+def pieces(key: Key, placed: Sequence[NewBlock], digests: dict[int, str]) -> Iterator[Array]:
     """The body, piece by piece; fills `digests` (by block) on the way.
 
     Each piece is hashed after it was taken over, while it is still in the cache.
@@ -101,26 +101,22 @@ def pieces(key: Key, placed: Sequence[NewBlock], digests: dict[int, list[str]]) 
     for number, new in enumerate(placed):
         block = new.block
         starts = block.starts
-        found = digests[number] = []
+        found = []
         if block.offset > position:
             yield np.zeros(block.offset - position, np.uint8)
         first = 0
         while first < len(block.ids):
             last = first + 1
             if isinstance(new.cells, np.ndarray):
-                limit = int(starts[first]) + _PIECE_BYTES
-                last = max(last, int(np.searchsorted(starts, limit, side="right")) - 1)
-                last = min(last, len(block.ids))
+                rows = _PIECE_BYTES // max(1, starts[last] - starts[first])
+                last = min(first + max(1, rows), len(block.ids))
             raw = new.bytes_of(first, last)
             if raw.size:
                 yield raw
             if not block.is_pool:
-                base = int(starts[first])
-                found += [
-                    key.cell_digest(raw[int(starts[at]) - base : int(starts[at + 1]) - base])
-                    for at in range(first, last)
-                ]
+                found.append(key.cell_digests(raw, starts[first : last + 1]))
             first = last
+        digests[number] = "".join(found)
         position = block.offset + block.size_bytes
 
 
@@ -156,7 +152,8 @@ def remaining(key: Key, planned: Sequence[NewBlock], segments: Sequence[Segment]
             for index, row in enumerate(block.ids):
                 if row in known:
                     _, other, at = known[row]
-                    digest = key.cell_digest(new.bytes_of(index, index + 1))
+                    raw = new.bytes_of(index, index + 1)
+                    digest = key.cell_digests(raw, [0, raw.size])
                     if other.digest(at) != digest or other.shape(at) != block.shape(index):
                         raise PayloadExistsError(
                             f"row {row} of column {block.name} holds other content",
