@@ -18,12 +18,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from vla_storage.payloads.segments import Key, Place, Segment
 from vla_storage.tensors import Array
 
-Pieces = Callable[[], Iterator[Array]]
-"""A body as consecutive arrays of bytes. Called again where a write has to be repeated."""
+
+class Piece(Protocol):
+    """Some consecutive bytes of a body, about as much as a core's cache holds."""
+
+    offset: int
+    data: Array
+
+    def digest(self) -> None:
+        """Hash it. Called once it was taken over, while it is in the cache, by any thread."""
+
+
+Pieces = Callable[[], Iterator[Piece]]
+"""A body in order; gaps between pieces are padding. Called again to repeat a write."""
 Spans = Sequence[tuple[int, int]]
 """Offset and size in bytes of each column in a body, ascending."""
 
@@ -57,6 +69,10 @@ class Tier(ABC):
         Without `copy` they may be read-only views of shared memory, which stays what it is for
         as long as a view lives. Raises `PayloadNotFoundError` where the bytes are gone.
         """
+
+    def is_trusted(self, size_bytes: int) -> bool:
+        """Whether a range of that size needs no digest: owner and bytes are known otherwise."""
+        return False
 
     @abstractmethod
     def free(self, key: Key, segment_id: str, place: Place) -> None:

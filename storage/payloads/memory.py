@@ -162,10 +162,10 @@ class MemoryTier(Tier):
         return {"tier": self.name}
 
     def write(self, key: Key, segment_id: str, place: Place, pieces: Pieces) -> None:
-        body, at = self._body(key, segment_id), 0
+        body = self._body(key, segment_id)
         for piece in pieces():
-            body[at : at + piece.size] = piece
-            at += piece.size
+            body[piece.offset : piece.offset + piece.data.size] = piece.data
+            piece.digest()
 
     def read(self, key: Key, wants: Sequence[Want], *, copy: bool) -> list[Array]:
         found = []

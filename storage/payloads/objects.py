@@ -15,7 +15,7 @@ import numpy as np
 from vla_storage.errors import ObjectNotFoundError, PayloadCorruptError, PayloadNotFoundError
 from vla_storage.objects import ObjectStore
 from vla_storage.payloads.base import Pieces, Spans, Tier, Want
-from vla_storage.payloads.parts import checked_cuts, cuts, ranges_of
+from vla_storage.payloads.parts import checked_cuts, contiguous, cuts, ranges_of
 from vla_storage.payloads.segments import Key, Place
 from vla_storage.tensors import Array
 
@@ -33,17 +33,15 @@ class ObjectTier(Tier):
 
     def write(self, key: Key, segment_id: str, place: Place, pieces: Pieces) -> None:
         parts = place["cuts"]
-        number, held, size = 0, bytearray(), 0
-        for piece in pieces():
-            at = 0
-            while at < piece.size:
-                size = parts[number + 1] - parts[number]
-                taken = piece[at : at + size - len(held)]
-                held += taken.data
-                at += taken.size
-                if len(held) == size:
-                    self._objects.put(_part_key(key, segment_id, number), bytes(held))
-                    number, held = number + 1, bytearray()
+        held: list[bytes] = []
+        open_part = 0
+        for number, data in contiguous(pieces(), parts):
+            if number != open_part:
+                self._objects.put(_part_key(key, segment_id, open_part), b"".join(held))
+                held, open_part = [], number
+            held.append(data.tobytes())
+        if held:
+            self._objects.put(_part_key(key, segment_id, open_part), b"".join(held))
 
     def read(self, key: Key, wants: Sequence[Want], *, copy: bool) -> list[Array]:
         return [self._read(key, want) for want in wants]

@@ -8,9 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
+
 from vla_storage.errors import PayloadCorruptError
-from vla_storage.payloads.base import Spans
+from vla_storage.payloads.base import Piece, Spans
 from vla_storage.payloads.segments import Key, Segment
+from vla_storage.tensors import Array
 
 _SMALL_BYTES = 64 << 10  # columns below share a part
 _MOST_BYTES = 256 << 20  # of one part; Redis takes 512 MB
@@ -34,6 +37,25 @@ def ranges_of(parts: list[int], begin: int, end: int) -> Iterator[tuple[int, int
         low, high = max(begin, first), min(end, last)
         if low < high:
             yield number, low - first, high - first, (low, high) == (first, last)
+
+
+def contiguous(pieces: Iterator[Piece], parts: list[int]) -> Iterator[tuple[int, Array]]:
+    """A body without gaps: `(part, bytes)` in order, cut at the parts' borders; each piece is
+    hashed after it was handed out."""
+    part, position = 0, 0
+    for piece in pieces:
+        chunks = [piece.data]
+        if piece.offset > position:
+            chunks.insert(0, np.zeros(piece.offset - position, np.uint8))
+        for chunk in chunks:
+            rest = chunk
+            while rest.size:
+                while position >= parts[part + 1]:
+                    part += 1
+                taken = rest[: parts[part + 1] - position]
+                yield part, taken
+                position, rest = position + taken.size, rest[taken.size :]
+        piece.digest()
 
 
 def checked_cuts(key: Key, segment: Segment) -> list[int]:

@@ -138,8 +138,3 @@ redis.register_function('vla_payload_append', append)
 redis.register_function{function_name = 'vla_payload_abandon', callback = abandon, flags = {'allow-oom'}}
 redis.register_function{function_name = 'vla_payload_clear', callback = clear, flags = {'allow-oom'}}
 redis.register_function('vla_payload_mark', mark)
-redis.register_function{
-  function_name = 'vla_payload_read',
-  callback = function(keys, _) return headers_of(keys[1]) end,
-  flags = {'no-writes'},
-}

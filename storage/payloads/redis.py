@@ -13,7 +13,7 @@ import numpy as np
 
 from vla_storage.errors import PayloadCorruptError, PayloadFullError, PayloadNotFoundError
 from vla_storage.payloads.base import Pieces, Spans, Tier, Want
-from vla_storage.payloads.parts import checked_cuts, cuts, ranges_of
+from vla_storage.payloads.parts import checked_cuts, contiguous, cuts, ranges_of
 from vla_storage.payloads.redis_connections import Shards, as_array, head, translated
 from vla_storage.payloads.redis_index import RedisIndex, meta_key
 from vla_storage.payloads.segments import Key, Place, Segment
@@ -45,20 +45,18 @@ class RedisTier(Tier):
         parts = place["cuts"]
 
         def commands() -> Iterator[Any]:
-            number, left = 0, 0
-            for piece in pieces():
-                at = 0
-                while at < piece.size:
-                    if left == 0:
-                        left = parts[number + 1] - parts[number]
-                        name = _part_key(key, segment_id, number)
-                        yield head("PSETEX", name, place["ttl_ms"], last_bytes=left)
-                        number += 1
-                    taken = piece[at : at + left]
-                    yield taken.data
-                    at, left = at + taken.size, left - taken.size
-                    if left == 0:
+            open_part = -1
+            for number, data in contiguous(pieces(), parts):
+                if number != open_part:
+                    if open_part >= 0:
                         yield b"\r\n"
+                    size = parts[number + 1] - parts[number]
+                    name = _part_key(key, segment_id, number)
+                    yield head("PSETEX", name, place["ttl_ms"], last_bytes=size)
+                    open_part = number
+                yield data.data
+            if open_part >= 0:
+                yield b"\r\n"
 
         with translated(key):
             self._shards.of(key).stream(commands, len(parts) - 1)

@@ -45,7 +45,10 @@ class RedisIndex(PayloadIndex):
         self._call(key, "abandon", keys, key.partition_id, segment_id)
 
     def read(self, key: Key) -> list[bytes]:
-        return [as_bytes(header) for header in self._call(key, "read", [meta_key(key)])]
+        with translated(key):
+            raw = self._shards.of(key).client.hgetall(meta_key(key))
+        headers = {int(f[2:]): as_bytes(v) for f, v in raw.items() if f.startswith(b"s:")}
+        return [headers[number] for number in sorted(headers)]
 
     def clear(self, key: Key) -> tuple[list[bytes], dict[str, Place]]:
         raw = self._call(key, "clear", [meta_key(key), _registry(key)], key.partition_id)

@@ -92,32 +92,41 @@ def place_blocks(planned: Sequence[NewBlock]) -> tuple[list[NewBlock], int]:
     return placed, end
 
 
-def pieces(key: Key, placed: Sequence[NewBlock], digests: dict[int, str]) -> Iterator[Array]:
-    """The body, piece by piece; fills `digests` (by block) on the way.
+@dataclass
+class BodyPiece:
+    """See `Piece`; `digests` of its rows is filled by `digest`."""
 
-    Each piece is hashed after it was taken over, while it is still in the cache.
-    """
-    position = 0
+    offset: int
+    data: Array
+    key: Key
+    block: int
+    starts: Sequence[int] | None  # of its rows; None: frames are their own digests
+    digests: str = ""
+
+    def digest(self) -> None:
+        if self.starts is not None:
+            self.digests = self.key.cell_digests(self.data, self.starts)
+
+
+def pieces(key: Key, placed: Sequence[NewBlock]) -> Iterator[BodyPiece]:
+    """The body, piece by piece."""
     for number, new in enumerate(placed):
         block = new.block
         starts = block.starts
-        found = []
-        if block.offset > position:
-            yield np.zeros(block.offset - position, np.uint8)
         first = 0
         while first < len(block.ids):
             last = first + 1
             if isinstance(new.cells, np.ndarray):
                 rows = _PIECE_BYTES // max(1, starts[last] - starts[first])
                 last = min(first + max(1, rows), len(block.ids))
-            raw = new.bytes_of(first, last)
-            if raw.size:
-                yield raw
-            if not block.is_pool:
-                found.append(key.cell_digests(raw, starts[first : last + 1]))
+            yield BodyPiece(
+                offset=block.offset + starts[first],
+                data=new.bytes_of(first, last),
+                key=key,
+                block=number,
+                starts=None if block.is_pool else starts[first : last + 1],
+            )
             first = last
-        digests[number] = "".join(found)
-        position = block.offset + block.size_bytes
 
 
 def cells_of(
