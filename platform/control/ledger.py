@@ -286,6 +286,22 @@ class Ledger:
             lines = self._redis.lpop("vla:clear", count) or []
         return [tuple(line.split(" ", 1)) for line in lines]
 
+    def live_partitions(self) -> set[tuple[str, str]]:
+        """`(partition_id, tenant_id)` of all jobs that have not ended."""
+        with _answers():
+            runs = self._redis.smembers("vla:running")
+            jobs = [job for run in runs for job in self._redis.smembers(f"vla:w:{run}:jobs")]
+            with self._redis.pipeline(transaction=False) as pipe:
+                for job in jobs:
+                    pipe.hmget(f"vla:j:{job}", "partition_id", "tenant_id")
+                found = pipe.execute()
+        return {(partition, tenant) for partition, tenant in found if partition}
+
+    def is_due(self, chore: str, *, every_s: float) -> bool:
+        """True for one caller per period, of all processes."""
+        with _answers():
+            return bool(self._redis.set(f"vla:chore:{chore}", 1, nx=True, px=int(every_s * 1000)))
+
 
 @contextlib.contextmanager
 def _answers() -> Iterator[None]:

@@ -6,6 +6,8 @@ import functools
 import logging
 from dataclasses import dataclass
 
+import redis
+
 from vla_platform.control.ledger import Ledger
 from vla_platform.metrics.events import Emitter
 from vla_platform.settings import Settings, load_settings
@@ -23,6 +25,7 @@ class Services:
     ledger: Ledger
     objects: S3ObjectStore
     payloads: PayloadStore
+    payload_clients: tuple[redis.Redis, ...]  # for users and functions
     emitter: Emitter
 
     @property
@@ -43,7 +46,16 @@ def connect(settings: Settings) -> Services:
         ledger=ledger,
         objects=objects,
         payloads=payload_store(settings, objects),
+        payload_clients=payload_clients(settings.payload_url),
         emitter=Emitter(ledger.client),
+    )
+
+
+def payload_clients(payload_url: str) -> tuple[redis.Redis, ...]:
+    """One per payload Redis; they connect when they are used."""
+    return tuple(
+        redis.Redis.from_url(url, socket_timeout=15, socket_connect_timeout=5)
+        for url in payload_url.split(",")
     )
 
 

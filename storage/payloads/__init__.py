@@ -6,9 +6,10 @@ from vla_storage.payloads.columns import Column, ColumnInfo, FrameColumn, Frames
 from vla_storage.payloads.memory import MemoryPayloadStore
 from vla_storage.payloads.objects import ObjectTier
 from vla_storage.payloads.redis import RedisPayloadStore
-from vla_storage.payloads.store import PayloadStore
+from vla_storage.payloads.store import DEFAULT_QUOTA_BYTES, PayloadStore
 
 __all__ = [
+    "DEFAULT_QUOTA_BYTES",
     "ArenaTier",
     "AsyncPayloadStore",
     "Column",

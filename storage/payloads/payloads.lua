@@ -14,6 +14,12 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
+-- Everything follows from the partition's key: a caller cannot name another registry or limit.
+local function names(meta)
+  local tenant, partition = string.match(meta, '^([a-z0-9-]+):payload:([A-Za-z0-9_.-]+)$')
+  return tenant .. ':payload:~partitions', partition, tenant .. ':quota:payload'
+end
+
 local function parse(line)
   local bytes, expires, created, owner = string.match(line, '^(%S+) (%S+) (%S+) (%S+)$')
   return tonumber(bytes), tonumber(expires), tonumber(created), owner
@@ -41,12 +47,13 @@ local function charge(registry, partition, bytes)
   end
 end
 
--- KEYS: partition, registry, limit. ARGV: partition, segment, place, bytes, ttl_ms, limit, owner.
+-- KEYS: partition. ARGV: segment, place, bytes, ttl_ms, limit where the tenant has none, owner.
 local function begin(keys, args)
-  local meta, registry, at = keys[1], keys[2], now_ms()
-  local bytes, ttl = tonumber(args[4]), tonumber(args[5])
-  local limit = tonumber(redis.call('GET', keys[3]) or args[6])
-  if redis.call('HEXISTS', meta, 'b:' .. args[2]) == 1 then return headers_of(meta) end
+  local meta, at = keys[1], now_ms()
+  local registry, partition, quota = names(meta)
+  local bytes, ttl = tonumber(args[3]), tonumber(args[4])
+  local limit = tonumber(redis.call('GET', quota) or args[5])
+  if redis.call('HEXISTS', meta, 'b:' .. args[1]) == 1 then return headers_of(meta) end
   local used, own, until_ms = 0, nil, at + ttl
   local lines = redis.call('HGETALL', registry)
   for i = 1, #lines, 2 do
@@ -55,19 +62,19 @@ local function begin(keys, args)
       redis.call('HDEL', registry, lines[i])
     else
       used = used + held
-      if lines[i] == args[1] then own = lines[i + 1] end
+      if lines[i] == partition then own = lines[i + 1] end
       if expires > until_ms then until_ms = expires end
     end
   end
   if used + bytes > limit then
     return redis.error_reply(string.format('VLA_FULL %.0f of %.0f bytes are used', used, limit))
   end
-  local held, expires, created, owner = 0, 0, at, args[7]
+  local held, expires, created, owner = 0, 0, at, args[6]
   if own then held, expires, created, owner = parse(own) end
   expires = math.max(expires, at + ttl)
-  redis.call('HSET', registry, args[1], entry(held + bytes, expires, created, owner))
+  redis.call('HSET', registry, partition, entry(held + bytes, expires, created, owner))
   redis.call('PEXPIREAT', registry, until_ms)
-  redis.call('HSET', meta, 'd:' .. args[2], args[3], 'b:' .. args[2], args[4])
+  redis.call('HSET', meta, 'd:' .. args[1], args[2], 'b:' .. args[1], args[3])
   redis.call('PEXPIREAT', meta, expires)
   for _, field in ipairs(redis.call('HKEYS', meta)) do
     if string.sub(field, 1, 2) == 'c:' then
@@ -91,23 +98,25 @@ local function append(keys, args)
   return 1
 end
 
--- KEYS: partition, registry. ARGV: partition, segment. Ends a draft that was not appended.
+-- KEYS: partition. ARGV: segment. Ends a draft that was not appended.
 local function abandon(keys, args)
   local meta = keys[1]
-  if redis.call('HDEL', meta, 'd:' .. args[2]) == 0 then return 0 end
-  local bytes = tonumber(redis.call('HGET', meta, 'b:' .. args[2]) or 0)
-  redis.call('HDEL', meta, 'b:' .. args[2])
+  local registry, partition = names(meta)
+  if redis.call('HDEL', meta, 'd:' .. args[1]) == 0 then return 0 end
+  local bytes = tonumber(redis.call('HGET', meta, 'b:' .. args[1]) or 0)
+  redis.call('HDEL', meta, 'b:' .. args[1])
   if redis.call('EXISTS', meta) == 0 then
-    redis.call('HDEL', keys[2], args[1])
+    redis.call('HDEL', registry, partition)
   else
-    charge(keys[2], args[1], -bytes)
+    charge(registry, partition, -bytes)
   end
   return 1
 end
 
--- KEYS: partition, registry. ARGV: partition. Returns all fields, which are gone then.
-local function clear(keys, args)
+-- KEYS: partition. Returns all fields, which are gone then.
+local function clear(keys, _)
   local meta = keys[1]
+  local registry, partition = names(meta)
   local all = redis.call('HGETALL', meta)
   for i = 1, #all, 2 do
     if string.sub(all[i], 1, 2) == 'c:' then
@@ -115,7 +124,7 @@ local function clear(keys, args)
     end
   end
   redis.call('UNLINK', meta)
-  redis.call('HDEL', keys[2], args[1])
+  redis.call('HDEL', registry, partition)
   return all
 end
 

@@ -6,19 +6,22 @@ may call them only.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
 import redis
 
-from vla_storage.errors import StorageUnavailableError
+from vla_storage.errors import InvalidKeyError, StorageUnavailableError
 from vla_storage.payloads.base import Append, PartitionUse, PayloadIndex
 from vla_storage.payloads.redis_connections import Shard, Shards, as_bytes, translated
 from vla_storage.payloads.segments import Key, Place
 
 _APPENDED = {1: Append.DONE, 0: Append.BEHIND, -1: Append.GONE}
+_HEADER = re.compile(rb"s:[0-9]{1,9}")
 _REGISTRY = ":payload:~partitions"
 
 
@@ -31,27 +34,25 @@ class RedisIndex(PayloadIndex):
         quota_bytes: int, owner: str,
     ) -> list[bytes]:  # fmt: skip
         found = self._call(
-            key, "begin", [meta_key(key), _registry(key), quota_key(key.tenant_id)],
-            key.partition_id, segment_id, json.dumps(place), size_bytes, max(1, int(ttl_s * 1000)),
+            key, "begin", segment_id, json.dumps(place), size_bytes, max(1, int(ttl_s * 1000)),
             quota_bytes, owner,
         )  # fmt: skip
         return [as_bytes(header) for header in found]
 
     def append(self, key: Key, segment_id: str, header: bytes, *, seq: int) -> Append:
-        return _APPENDED[self._call(key, "append", [meta_key(key)], segment_id, header, seq)]
+        return _APPENDED[self._call(key, "append", segment_id, header, seq)]
 
     def abandon(self, key: Key, segment_id: str) -> None:
-        keys = [meta_key(key), _registry(key)]
-        self._call(key, "abandon", keys, key.partition_id, segment_id)
+        self._call(key, "abandon", segment_id)
 
     def read(self, key: Key) -> list[bytes]:
         with translated(key):
             raw = self._shards.of(key).client.hgetall(meta_key(key))
-        headers = {int(f[2:]): as_bytes(v) for f, v in raw.items() if f.startswith(b"s:")}
+        headers = {int(f[2:]): as_bytes(v) for f, v in raw.items() if _HEADER.fullmatch(f)}
         return [headers[number] for number in sorted(headers)]
 
     def clear(self, key: Key) -> tuple[list[bytes], dict[str, Place]]:
-        raw = self._call(key, "clear", [meta_key(key), _registry(key)], key.partition_id)
+        raw = self._call(key, "clear")
         headers: list[bytes] = []
         drafts: dict[str, Place] = {}
         for field, value in zip(raw[::2], raw[1::2], strict=True):
@@ -59,17 +60,18 @@ class RedisIndex(PayloadIndex):
             if kind == "s":
                 headers.append(as_bytes(value))
             elif kind == "d":
-                drafts[name] = json.loads(as_bytes(value))
+                with contextlib.suppress(ValueError):
+                    drafts[name] = dict(json.loads(as_bytes(value)))
         return headers, drafts
 
     def mark(self, key: Key, consumer: str, rows: Sequence[int]) -> list[int]:
-        found = self._call(key, "mark", [meta_key(key)], consumer, *rows)
+        found = self._call(key, "mark", consumer, *rows)
         return [int(row) for row in found]
 
     def consumed(self, key: Key, consumer: str) -> set[int]:
         with translated(key):
             found = self._shards.of(key).client.smembers(f"{meta_key(key)}:~{consumer}")
-        return {int(row) for row in found}
+        return {int(row) for row in found if row.isdigit()}
 
     def partitions(self) -> Iterator[PartitionUse]:
         for shard in self._shards.all:
@@ -83,14 +85,17 @@ class RedisIndex(PayloadIndex):
         for registry in shard.client.scan_iter(match=f"*{_REGISTRY}", count=1000):
             tenant = as_bytes(registry).decode().removesuffix(_REGISTRY)
             for partition, line in shard.client.hgetall(registry).items():
-                size, expires, created, owner = as_bytes(line).decode().split()
-                if float(expires) > now_ms:
-                    yield PartitionUse(
-                        key=Key(tenant, as_bytes(partition).decode()),
+                # A tenant may write what it likes here; it is then not listed.
+                with contextlib.suppress(ValueError, InvalidKeyError):
+                    size, expires, created, owner = as_bytes(line).decode().split()
+                    use = PartitionUse(
+                        key=Key.checked(as_bytes(partition).decode(), tenant),
                         size_bytes=int(size),
                         age_s=(now_ms - float(created)) / 1000,
                         owner=owner,
                     )
+                    if float(expires) > now_ms:
+                        yield use
 
     def reset(self) -> None:
         self._shards.reset()
@@ -98,24 +103,24 @@ class RedisIndex(PayloadIndex):
     def close(self) -> None:
         self._shards.close()
 
-    def _call(self, key: Key, name: str, keys: list[str], *args: Any) -> Any:
+    def _call(self, key: Key, name: str, *args: Any) -> Any:
         shard = self._shards.of(key)
         with translated(key):
             try:
-                return shard.client.fcall(f"vla_payload_{name}", len(keys), *keys, *args)
+                return shard.client.fcall(f"vla_payload_{name}", 1, meta_key(key), *args)
             except redis.ResponseError as error:
                 if "Function not found" not in str(error):
                     raise
-            load_functions(shard)
-            return shard.client.fcall(f"vla_payload_{name}", len(keys), *keys, *args)
+            load_functions(shard.client)
+            return shard.client.fcall(f"vla_payload_{name}", 1, meta_key(key), *args)
 
 
-def load_functions(shard: Shard) -> None:
+def load_functions(client: Any) -> None:
     """Put the function library on a server. Raises `StorageUnavailableError` for a tenant: some
     process of the platform is about to do it."""
     source = resources.files("vla_storage.payloads").joinpath("payloads.lua").read_text()
     try:
-        shard.client.function_load(source, replace=True)
+        client.function_load(source, replace=True)
     except redis.exceptions.NoPermissionError as error:
         raise StorageUnavailableError("payload store: it has just been started") from error
 
@@ -127,7 +132,3 @@ def meta_key(key: Key) -> str:
 def quota_key(tenant_id: str) -> str:
     """Where a tenant's own quota lies, in bytes; a tenant may read it."""
     return f"{tenant_id}:quota:payload"
-
-
-def _registry(key: Key) -> str:
-    return f"{key.tenant_id}{_REGISTRY}"

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from vla_storage.errors import PayloadCorruptError
+from vla_storage.errors import InvalidKeyError, PayloadCorruptError
 from vla_storage.names import check_id, check_name
 from vla_storage.payloads.columns import PAYLOAD_VERSION, Kind
 from vla_storage.tensors import Array
@@ -192,7 +192,14 @@ def decode(key: Key, header: bytes) -> Segment:
         return Segment(
             segment_id=raw["segment"], size_bytes=int(raw["size"]), place=place, blocks=blocks
         )
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        InvalidKeyError,
+    ) as error:
         raise PayloadCorruptError(f"{key}: a header is unreadable: {error}", **where) from error
 
 

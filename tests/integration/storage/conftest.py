@@ -31,9 +31,7 @@ def arena_path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make_store(
-    request: pytest.FixtureRequest, arena_path: Path
-) -> Iterator[MakeStore]:
+def make_store(request: pytest.FixtureRequest, arena_path: Path) -> Iterator[MakeStore]:
     """`make_store(kind, quota_bytes=...)`; two of the same kind reach the same partitions, except
     in memory."""
     objects = MemoryObjectStore()
@@ -51,9 +49,7 @@ def make_store(
             elif kind in ("arena", "tiered"):
                 create_arena(arena_path, arena_bytes)
                 spill = [ObjectTier(objects)] if kind == "tiered" else []
-                store = RedisPayloadStore(
-                    urls, local=[ArenaTier(arena_path)], spill=spill, **named
-                )
+                store = RedisPayloadStore(urls, local=[ArenaTier(arena_path)], spill=spill, **named)
             else:
                 store = RedisPayloadStore(urls, **named)
             stack.callback(store.close)

@@ -70,9 +70,7 @@ class Against(RuleBasedStateMachine):
         model = self.model[tenant]
         same = all(
             model.get((name, row), version) == version
-            or np.array_equal(
-                value_of(name, row, model[name, row]), value_of(name, row, version)
-            )
+            or np.array_equal(value_of(name, row, model[name, row]), value_of(name, row, version))
             for name in columns
             for row in rows
         )
@@ -165,4 +163,4 @@ def test_the_store_is_a_dict_of_cells(payloads: PayloadStore) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert [] == payloads.partitions()
+    assert payloads.partitions() == []

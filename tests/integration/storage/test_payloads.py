@@ -92,7 +92,7 @@ def test_late_columns_and_rows_of_others_join_the_partition(
     payloads.put("p1", "a", {"advantages": np.ones((3, 2))}, rows=[1, 2, 5], ttl_s=60)
 
     assert_same(np.arange(6.0), payloads.get("p1", "a", ["x"])["x"])
-    assert [1, 2, 5] == payloads.ready_rows("p1", "a", ["x", "advantages"])
+    assert payloads.ready_rows("p1", "a", ["x", "advantages"]) == [1, 2, 5]
     found = payloads.get("p1", "a", ["x", "advantages"], [5, 1])
     assert_same(np.array([5.0, 1.0]), found["x"])
     assert_same(np.ones((2, 2)), found["advantages"])
@@ -113,8 +113,8 @@ def test_a_cell_is_written_once(payloads: PayloadStore) -> None:
     payloads.put("p1", "a", {"x": np.array([2, 3])}, rows=[2, 3], ttl_s=60)  # one new row
 
     assert_same(np.arange(4), payloads.get("p1", "a")["x"])
-    assert (0, 1, 2) == again["x"].rows
-    assert ["x"] == list(payloads.metadata("p1", "a"))
+    assert again["x"].rows == (0, 1, 2)
+    assert list(payloads.metadata("p1", "a")) == ["x"]
 
 
 def test_of_two_writers_of_a_cell_one_wins(payloads: PayloadStore) -> None:
@@ -128,7 +128,7 @@ def test_of_two_writers_of_a_cell_one_wins(payloads: PayloadStore) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         won = list(pool.map(write, range(6)))
-    assert 1 == sum(won)
+    assert sum(won) == 1
     assert_same(np.full(50_000, won.index(True)), payloads.get("p1", "a", ["x"])["x"])
     assert ["x", f"y{won.index(True)}"] == sorted(payloads.metadata("p1", "a"))
 
@@ -141,7 +141,7 @@ def test_ragged_rows_stay_unpadded(payloads: PayloadStore) -> None:
     assert isinstance(found, list)
     for expected, array in zip(rows, found, strict=True):
         assert_same(expected, array)
-    assert (Kind.RAGGED, ((2, 3), (0, 3), (50_000, 3))) == (info.kind, info.shapes)
+    assert (info.kind, info.shapes) == (Kind.RAGGED, ((2, 3), (0, 3), (50_000, 3)))
     assert sum(row.nbytes for row in rows) == info.size_bytes
     few = payloads.get("p1", "a", ["tokens"], [2, 0])["tokens"]
     assert_same(rows[2], few[0])  # type: ignore[index]
@@ -158,14 +158,14 @@ def test_a_frame_is_stored_once_however_many_rows_show_it(payloads: PayloadStore
     found = payloads.get("p1", "a", ["images"])["images"]
 
     assert (6, video.nbytes) == (info.num_frames, info.frame_bytes)
-    assert ((1,), (2,), (3,), (4,), (4,), (4,)) == info.shapes
+    assert info.shapes == ((1,), (2,), (3,), (4,), (4,), (4,))
     assert isinstance(found, FrameColumn)
-    assert 6 == len(found.frames)
+    assert len(found.frames) == 6
     for t, window in enumerate(windows):
         assert_same(window, np.stack(found.row(t)))
     few = payloads.get("p1", "a", ["images"], [5])["images"]
     assert isinstance(few, FrameColumn)
-    assert 4 == len(few.frames)
+    assert len(few.frames) == 4
     assert_same(windows[5][None], few.stack())
 
 
@@ -173,15 +173,13 @@ def test_one_of_several_consumers_gets_a_row(payloads: PayloadStore) -> None:
     payloads.put("p1", "a", {"x": np.arange(40)}, ttl_s=60)
 
     with ThreadPoolExecutor(4) as pool:
-        marks = pool.map(
-            lambda _: payloads.mark_consumed("p1", "a", "grader", range(40)), range(4)
-        )
+        marks = pool.map(lambda _: payloads.mark_consumed("p1", "a", "grader", range(40)), range(4))
         got = [row for rows in marks for row in rows]
     assert list(range(40)) == sorted(got)
-    assert [] == payloads.ready_rows("p1", "a", ["x"], consumer="grader")
+    assert payloads.ready_rows("p1", "a", ["x"], consumer="grader") == []
     assert list(range(40)) == payloads.ready_rows("p1", "a", ["x"], consumer="trainer")
     payloads.clear("p1", "a")
-    assert [] == payloads.consumed("p1", "a", "grader")
+    assert payloads.consumed("p1", "a", "grader") == []
     with pytest.raises(PayloadNotFoundError):
         payloads.mark_consumed("p1", "a", "grader", [1])
 
@@ -214,7 +212,7 @@ def test_f36_an_orphan_expires(payloads: PayloadStore) -> None:
 
     assert payloads.metadata("p1", "a") == {}
     payloads.put("p1", "a", {"x": np.arange(2)}, ttl_s=60)
-    assert ["x"] == list(payloads.get("p1", "a"))
+    assert list(payloads.get("p1", "a")) == ["x"]
 
 
 def test_late_columns_keep_the_early_ones(payloads: PayloadStore) -> None:
@@ -232,8 +230,8 @@ def test_f36_f53_the_collector_removes_what_no_job_owns(payloads: PayloadStore) 
         payloads.put(partition, "a", COLUMNS, ttl_s=60)
     payloads.put("own", "a", COLUMNS, ttl_s=60, owner="tenant")
 
-    assert 0 == payloads.collect([("live", "a")], grace_s=60)  # it may be on its way to the ledger
-    assert 1 == payloads.collect([("live", "a")], grace_s=0)
+    assert payloads.collect([("live", "a")], grace_s=60) == 0  # it may be on its way to the ledger
+    assert payloads.collect([("live", "a")], grace_s=0) == 1
     left = {use.key.partition_id: use for use in payloads.partitions()}
     assert {"live", "own"} == left.keys()
     assert left["live"].size_bytes >= COLUMNS["images"].nbytes
@@ -249,15 +247,15 @@ def test_f39_a_full_quota_makes_producers_wait_and_consumers_drain(make_store: M
         store.put("p1", "b", batch, ttl_s=60)  # nor does another tenant wait
         with pytest.raises(PayloadFullError) as caught:
             store.put("p2", "a", batch, ttl_s=60)
-        assert (True, "quota") == (caught.value.retryable, caught.value.details["reason"])
+        assert (caught.value.retryable, caught.value.details["reason"]) == (True, "quota")
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(store.put, "p2", "a", batch, ttl_s=60, wait_s=20)
             assert_same(batch["x"], store.get("p1", "a")["x"])
             assert store.clear("p1", "a")
-            assert ["x"] == list(waiting.result())
+            assert list(waiting.result()) == ["x"]
         store.clear("p2", "a")
         store.clear("p1", "b")
-        assert [] == store.partitions()
+        assert store.partitions() == []
 
 
 @pytest.mark.parametrize("partition", ["", "a/b", "../x", "a b", "a*", "a\n", "~x"])
@@ -311,9 +309,9 @@ def test_pf27_f40_cancelled_calls_leave_no_foreign_reply_behind(payloads: Payloa
         for first in range(0, 200, 20):
             await asyncio.gather(*(reader(number) for number in range(first, first + 20)))
         await store.put("p2", "a", {"y": np.arange(2)}, ttl_s=60)
-        assert [0, 1] == await store.ready_rows("p2", "a", ["y"])
-        assert [1] == await store.mark_consumed("p2", "a", "c", [1])
-        assert ["y"] == list(await store.metadata("p2", "a"))
+        assert await store.ready_rows("p2", "a", ["y"]) == [0, 1]
+        assert await store.mark_consumed("p2", "a", "c", [1]) == [1]
+        assert list(await store.metadata("p2", "a")) == ["y"]
         assert await store.clear("p2", "a")
 
     try:
