@@ -61,7 +61,7 @@ def make_store(request: pytest.FixtureRequest, arena_path: Path) -> Iterator[Mak
 @pytest.fixture(params=KINDS)
 def payloads(request: pytest.FixtureRequest, make_store: MakeStore) -> PayloadStore:
     # The tiered one has an arena that is soon full.
-    return make_store(request.param, arena_bytes=1 << 20)
+    return make_store(request.param, arena_bytes=1 << 20 if request.param == "tiered" else 64 << 20)
 
 
 @pytest.fixture
