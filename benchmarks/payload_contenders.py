@@ -173,7 +173,9 @@ class TransferQueue:
 
     def _read(self, partition: str, names: list[str] | None) -> dict[str, list[np.ndarray]]:
         found = self.queue.kv_batch_get(keys=self.keys, partition_id=partition, select_fields=names)
-        return {name: [row.numpy() for row in found[name].unbind(0)] for name in found}
+        return {
+            name: [row.numpy() for row in found[name].unbind(0)] for name in tuple(found.keys())
+        }
 
     def column(self, partition: str) -> int:
         return sum(map(touched, self._read(partition, [SMALL])[SMALL])) % 2**64

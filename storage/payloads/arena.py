@@ -28,6 +28,7 @@ from vla_storage.tensors import Array
 
 _COPIED_BYTES = 128 << 10  # below, a copy is cheaper than a pin
 _SHARED_WORK_BYTES = 8 << 20
+_HELPERS = 1  # more lose more to each other than they win
 
 
 class ArenaTier(Tier):
@@ -44,7 +45,7 @@ class ArenaTier(Tier):
         self._file = ArenaFile(path)
         self._id = self._file.inode
         self._verify = verify
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="arena")
+        self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="arena")
 
     @property
     def used_bytes(self) -> int:
@@ -96,12 +97,13 @@ class ArenaTier(Tier):
 
         # Copying and hashing leave the interpreter to others: a second thread halves the time.
         large = body.size >= _SHARED_WORK_BYTES
-        helper = self._helper.submit(fill) if large else None
+        helpers = [self._helpers.submit(fill) for _ in range(_HELPERS if large else 0)]
         try:
             fill()
         finally:
-            if helper is not None and not helper.cancel():
-                helper.result()
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.result()
 
     def seal(self, key: Key, segment_id: str, place: Place) -> None:
         with self._file.locked():
@@ -160,7 +162,7 @@ class ArenaTier(Tier):
         return removed
 
     def close(self) -> None:
-        self._helper.shutdown()
+        self._helpers.shutdown()
         del self._file  # views that are out keep the mapping, and this process a participant
 
     def _slot(self, key: Key, place: Place) -> Any:
