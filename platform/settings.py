@@ -23,7 +23,17 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     redis_url: str = Field(description="control Redis: broker and ledger")
-    payload_url: str = Field(description="payload Redis: samples; never the control Redis")
+    payload_url: str = Field(
+        description="payload Redis: samples; never the control Redis; several by comma"
+    )
+    arena: Path | None = Field(
+        None, description="shared-memory arena for producers and GPU workers of this host"
+    )
+    payload_quota_bytes: int = Field(4 << 30, ge=1, description="samples that a tenant may hold")
+    payload_watermark: float = Field(
+        0.9, gt=0, le=1, description="used share of a payload Redis above which samples go to S3"
+    )
+    payload_spill: bool = Field(True, description="False: over the watermark producers wait")
     s3_endpoint: str | None = Field(None, description="None: the AWS default")
     s3_access_key: str | None = None
     s3_secret_key: str | None = None

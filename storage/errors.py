@@ -16,7 +16,8 @@ CodedError
     │   ├── ManifestInvalidError    loader, audit: malformed, foreign, unsigned or wrongly signed
     │   └── CheckpointCorruptError  loader, audit: an object is missing, altered or not finite
     └── PayloadError
-        ├── PayloadExistsError      producer: a column was written with other content; stop
+        ├── PayloadExistsError      producer: a cell was written with other content; stop
+        ├── PayloadFullError        producer: quota or tiers are full; wait and retry
         ├── PayloadNotFoundError    consumer: the partition or column is gone; produce it again
         └── PayloadCorruptError     consumer: bytes do not match their digest; produce it again
 """
@@ -147,6 +148,13 @@ class PayloadError(StorageError):
 
 class PayloadExistsError(PayloadError):
     code = "payload_exists"
+
+
+class PayloadFullError(PayloadError):
+    """`details["reason"]` is `quota` (the tenant's) or `tier` (no room anywhere)."""
+
+    code = "payload_full"
+    retryable = True
 
 
 class PayloadNotFoundError(PayloadError):

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import redis
 import typer
 
 from vla_platform.cli.output import Format, emit, table_of
-from vla_platform.control import tenants
+from vla_platform.control import tenant_records, tenants
 from vla_platform.control.ledger import Ledger
+from vla_platform.control.services import payload_clients
 from vla_platform.errors import ConfigurationError
 from vla_platform.stack.info import StackInfo, load
 from vla_storage.objects import S3Admin, S3ObjectStore
+from vla_storage.payloads import DEFAULT_QUOTA_BYTES
 
 app = typer.Typer(no_args_is_help=True, help="Add, list and remove tenants.")
 
@@ -26,6 +29,7 @@ Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", 
 class Operator:
     info: StackInfo
     ledger: Ledger
+    payload_clients: tuple[redis.Redis, ...]
     objects: S3ObjectStore
     iam: S3Admin
 
@@ -33,7 +37,7 @@ class Operator:
     def signing_key(self) -> bytes:
         return self.info.signing_key_file.read_bytes().strip()
 
-    def add(self, name: str) -> str:
+    def add(self, name: str, *, payload_quota_bytes: int = DEFAULT_QUOTA_BYTES) -> str:
         return tenants.add_tenant(
             name,
             client=self.ledger.client,
@@ -42,10 +46,19 @@ class Operator:
             redis_url=self.info.redis_url,
             s3_endpoint=self.info.s3.endpoint,
             bucket=self.info.s3.bucket,
+            payload_url=self.info.payload_url,
+            payload_clients=self.payload_clients,
+            payload_quota_bytes=payload_quota_bytes,
         )
 
     def remove(self, name: str) -> None:
-        tenants.remove_tenant(name, client=self.ledger.client, objects=self.objects, iam=self.iam)
+        tenants.remove_tenant(
+            name,
+            client=self.ledger.client,
+            objects=self.objects,
+            iam=self.iam,
+            payload_clients=self.payload_clients,
+        )
 
 
 @contextmanager
@@ -58,6 +71,7 @@ def operator(var: Path) -> Iterator[Operator]:
     one = Operator(
         info=info,
         ledger=Ledger.connect(info.redis_url),
+        payload_clients=payload_clients(info.payload_url),
         objects=S3ObjectStore(
             s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
         ),
@@ -69,6 +83,8 @@ def operator(var: Path) -> Iterator[Operator]:
         yield one
     finally:
         one.ledger.close()
+        for client in one.payload_clients:
+            client.close()
         one.objects.close()
         one.iam.close()
 
@@ -77,11 +93,14 @@ def operator(var: Path) -> Iterator[Operator]:
 def add(
     name: Annotated[str, typer.Argument(help="1 to 63 of a-z, 0-9 and '-'")],
     var: Var = Path("var"),
+    payload_quota_mb: Annotated[
+        int, typer.Option(min=1, help="samples it may hold in the payload store")
+    ] = DEFAULT_QUOTA_BYTES >> 20,
     format: Format = "table",
 ) -> None:
     """Create a tenant; prints its URL once. Give it to the tenant as VLA_URL."""
     with operator(var) as one:
-        url = one.add(name)
+        url = one.add(name, payload_quota_bytes=payload_quota_mb << 20)
     if format == "json":
         emit({"tenant": name, "url": url}, format, table_of([]))
     else:
@@ -92,7 +111,7 @@ def add(
 def list_tenants(var: Var = Path("var"), format: Format = "table") -> None:
     """All tenants."""
     with operator(var) as one:
-        rows = [{"tenant": tenant.tenant_id} for tenant in tenants.list_tenants(one.objects)]
+        rows = [{"tenant": tenant.tenant_id} for tenant in tenant_records.list_tenants(one.objects)]
     emit(rows, format, table_of(rows))
 
 

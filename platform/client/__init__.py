@@ -12,12 +12,15 @@ from vla_platform.specs import (
     ScheduleSpec,
     SFTSpec,
 )
+from vla_storage.payloads import FrameColumn, Frames
 
 __all__ = [
     "AdamWSpec",
     "CheckpointSpec",
     "DatasetSpec",
     "FlowMatchingModule",
+    "FrameColumn",
+    "Frames",
     "LimitsSpec",
     "OFTModule",
     "Platform",

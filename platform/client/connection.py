@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import SplitResult, parse_qs, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit, urlunsplit
 
 import redis
 from celery import Celery
@@ -18,6 +19,7 @@ from vla_platform.broker import ingress_queue, queue
 from vla_platform.errors import AccessError, PlatformError, SpecError, UnavailableError
 from vla_storage.errors import CodedError
 from vla_storage.objects import S3ObjectStore
+from vla_storage.payloads import PayloadStore, RedisPayloadStore
 
 
 class Connection:
@@ -45,9 +47,24 @@ class Connection:
             access_key=query.get("access_key"),
             secret_key=query.get("secret_key"),
         )
+        self._payload_urls = [
+            as_user(address, self.tenant, parts.password or "")
+            for address in query.get("payload", "").split(",")
+            if address
+        ]
         self._app = Celery("vla-client", broker=broker, set_as_current=False)
         self._app.conf.update(task_serializer="json", accept_content=["json"])
         self._queue = queue(ingress_queue(self.tenant))
+
+    @functools.cached_property
+    def payloads(self) -> PayloadStore:
+        """The payload store, with the tenant's own user. Raises `AccessError`."""
+        if not self._payload_urls:
+            raise AccessError(
+                "this URL names no payload store; ask the operator for a new one "
+                "(`vla tenants add`)"
+            )
+        return RedisPayloadStore(self._payload_urls)
 
     def key(self, name: str) -> str:
         return f"vla:t:{self.tenant}:{name}"
@@ -83,6 +100,8 @@ class Connection:
         self._app.close()
         self.redis.close()
         self.objects.close()
+        if "payloads" in self.__dict__:
+            self.payloads.close()
 
 
 @contextlib.contextmanager
@@ -99,6 +118,13 @@ def answers() -> Iterator[None]:
         if "invalid username-password" in str(error) or "permissions" in str(error):
             raise AccessError(f"the platform refuses this URL: {error}") from error
         raise UnavailableError(f"the platform does not answer: {error}") from error
+
+
+def as_user(address: str, user: str, password: str) -> str:
+    """A Redis URL with a user in it; `password` as it stands in a URL."""
+    parts = urlsplit(address)
+    host = f"{user}:{quote(unquote(password), safe='')}@{parts.hostname}:{parts.port or 6379}"
+    return urlunsplit(parts._replace(netloc=host))
 
 
 def _parts(url: str) -> SplitResult:

@@ -9,13 +9,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from vla_platform.client.connection import Connection, answers
+from vla_platform.client.payload_queue import PayloadQueue
 from vla_platform.client.runs import Run
 from vla_platform.specs import WorkloadSpec, canonical_json, parse_spec
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.manifests import Manifest
 
 
-class Platform:
+class Platform(PayloadQueue):
     """One tenant's session. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(self, url: str) -> None:

@@ -13,7 +13,7 @@ from vla_platform.broker import ingress_queue, queue
 from vla_platform.control.reconciler import restore_tenants
 from vla_platform.control.recovery import recover_if_lost
 from vla_platform.control.services import services
-from vla_platform.control.tenants import TENANTS_KEY
+from vla_platform.control.tenant_records import TENANTS_KEY
 
 POLL_S = 0.5
 _log = logging.getLogger(__name__)

@@ -372,6 +372,22 @@ class Ledger:
         with _answers():
             self._redis.hset("vla:weights", tenant, weight)
 
+    def live_partitions(self) -> set[tuple[str, str]]:
+        """`(partition_id, tenant_id)` of all jobs that have not ended."""
+        with _answers():
+            runs = self._redis.sunion("vla:running", "vla:paused")
+            jobs = [job for run in runs for job in self._redis.zrange(f"vla:w:{run}:jobs", 0, -1)]
+            with self._redis.pipeline(transaction=False) as pipe:
+                for job in jobs:
+                    pipe.hmget(f"vla:j:{job}", "partition_id", "tenant_id")
+                found = pipe.execute()
+        return {(partition, tenant) for partition, tenant in found if partition}
+
+    def is_due(self, chore: str, *, every_s: float) -> bool:
+        """True for one caller per period, of all processes."""
+        with _answers():
+            return bool(self._redis.set(f"vla:chore:{chore}", 1, nx=True, px=int(every_s * 1000)))
+
 
 @contextlib.contextmanager
 def _answers() -> Iterator[None]:

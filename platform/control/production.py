@@ -231,7 +231,13 @@ def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
     services.payloads.clear(
         job.partition_id, job.tenant_id
     )  # what a producer left that died before `ready`
-    services.payloads.put(job.partition_id, job.tenant_id, batch.columns, ttl_s=PAYLOAD_TTL_S)
+    services.payloads.put(
+        job.partition_id,
+        job.tenant_id,
+        batch.columns,
+        ttl_s=PAYLOAD_TTL_S,
+        wait_s=services.settings.lease_s / 2,
+    )
     reach(Failpoint.PAYLOAD_WRITTEN)
     try:
         hint_is_due = services.ledger.mark(

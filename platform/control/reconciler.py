@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
+import redis
+
 from vla_platform.control import dispatch, production
 from vla_platform.control.outcomes import record_outcomes
+from vla_platform.control.payload_access import restore_payload_access
 from vla_platform.control.recovery import recover_if_lost
 from vla_platform.control.services import Services
+from vla_platform.control.tenant_records import TENANTS_KEY
 from vla_platform.control.tenants import restore_acls
 from vla_platform.control.training_job import Due
+from vla_storage.errors import StorageError
+
+COLLECT_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 def reconcile(services: Services) -> Due:
@@ -31,6 +41,7 @@ def reconcile(services: Services) -> Due:
             )
     record_outcomes(services)
     clear_partitions(services)
+    keep_payloads(services)
     return due
 
 
@@ -40,6 +51,26 @@ def clear_partitions(services: Services) -> int:
     for partition_id, tenant in cleared:
         services.payloads.clear(partition_id, tenant)
     return len(cleared)
+
+
+def keep_payloads(services: Services) -> int:
+    """Bring a restarted payload Redis up to date; now and then remove the samples of jobs that
+    the ledger knows no longer. Returns how many partitions and bodies those were.
+
+    An outage of the payload store is waited for: jobs that need it go back by themselves.
+    """
+    try:
+        restore_payload_access(
+            services.payload_clients,
+            services.objects,
+            expected=services.ledger.client.smembers(TENANTS_KEY),
+        )
+        if not services.ledger.is_due("payloads:collect", every_s=COLLECT_S):
+            return 0
+        return services.payloads.collect(services.ledger.live_partitions(), grace_s=COLLECT_S)
+    except (StorageError, redis.RedisError) as error:
+        _log.warning("action=payloads_not_kept reason=%s", error)
+        return 0
 
 
 def restore_tenants(services: Services) -> list[str]:

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.outcomes import outcome_key
 from vla_platform.control.plan import Plan
-from vla_platform.control.tenants import list_tenants, restore_acls
+from vla_platform.control.tenant_records import list_tenants
+from vla_platform.control.tenants import restore_acls
 from vla_platform.control.workloads import Prepared, ledger_fields, prepared_key, spec_key
 from vla_platform.specs import parse_spec_json
 from vla_storage.checkpoints import CheckpointStore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 
 import redis
@@ -10,8 +11,12 @@ import redis
 from vla_platform.control.ledger import Ledger
 from vla_platform.metrics.events import Emitter
 from vla_platform.settings import Settings, load_settings
-from vla_storage.objects import S3ObjectStore
-from vla_storage.payloads import PayloadStore, RedisPayloadStore
+from vla_storage.errors import StorageError
+from vla_storage.objects import ObjectStore, S3ObjectStore
+from vla_storage.payloads import ArenaTier, ObjectTier, PayloadStore, RedisPayloadStore
+from vla_storage.payloads.base import Tier
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,7 @@ class Services:
     ledger: Ledger
     objects: S3ObjectStore
     payloads: PayloadStore
+    payload_clients: tuple[redis.Redis, ...]  # for users and functions
     emitter: Emitter
 
     @property
@@ -29,18 +35,46 @@ class Services:
 
 def connect(settings: Settings) -> Services:
     ledger = Ledger.connect(settings.redis_url)
-    payload_client = redis.Redis.from_url(settings.payload_url, socket_timeout=30)
+    objects = S3ObjectStore(
+        settings.s3_bucket,
+        endpoint=settings.s3_endpoint,
+        access_key=settings.s3_access_key,
+        secret_key=settings.s3_secret_key,
+    )
     return Services(
         settings=settings,
         ledger=ledger,
-        objects=S3ObjectStore(
-            settings.s3_bucket,
-            endpoint=settings.s3_endpoint,
-            access_key=settings.s3_access_key,
-            secret_key=settings.s3_secret_key,
-        ),
-        payloads=RedisPayloadStore(payload_client),
+        objects=objects,
+        payloads=payload_store(settings, objects),
+        payload_clients=payload_clients(settings.payload_url),
         emitter=Emitter(ledger.client),
+    )
+
+
+def payload_clients(payload_url: str) -> tuple[redis.Redis, ...]:
+    """One per payload Redis; they connect when they are used."""
+    return tuple(
+        redis.Redis.from_url(url, socket_timeout=15, socket_connect_timeout=5)
+        for url in payload_url.split(",")
+    )
+
+
+def payload_store(settings: Settings, objects: ObjectStore) -> PayloadStore:
+    """This process's tiers: the host's arena where there is one, the payload Redis, and S3 for
+    what no longer fits."""
+    local: list[Tier] = []
+    if settings.arena is not None:
+        try:
+            local.append(ArenaTier(settings.arena))
+        except StorageError as error:
+            # Redis takes what the arena would have; only speed is lost.
+            _log.warning("action=arena_absent reason=%s", error)
+    return RedisPayloadStore(
+        settings.payload_url.split(","),
+        local=local,
+        spill=[ObjectTier(objects)] if settings.payload_spill else (),
+        quota_bytes=settings.payload_quota_bytes,
+        watermark=settings.payload_watermark,
     )
 
 

@@ -26,7 +26,8 @@ class GateStep(bootsteps.StartStopStep):  # type: ignore[misc]
         if settings.role != "control":
             return  # the services themselves are probed once, by the worker that admits work
         check_control_redis(settings.redis_url)
-        check_payload_redis(settings.payload_url, settings.redis_url)
+        for url in settings.payload_url.split(","):
+            check_payload_redis(url, settings.redis_url)
         check_object_store(services().objects)
 
 

@@ -6,23 +6,27 @@ whenever the control Redis has lost it. Passwords are kept as SHA-256, the form 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import secrets
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
-import redis
-
 from vla_platform.broker import ingress_queue
+from vla_platform.control.payload_access import (
+    apply_payload_access,
+    keep_acls,
+    remove_payload_access,
+)
+from vla_platform.control.tenant_records import TENANTS_KEY, Tenant, list_tenants, record_key
 from vla_platform.errors import TenantError
 from vla_platform.specs import check_name
-from vla_storage.errors import ObjectExistsError, ObjectNotFoundError
+from vla_storage.errors import ObjectExistsError
 from vla_storage.objects import ObjectStore, S3Admin
+from vla_storage.payloads import DEFAULT_QUOTA_BYTES
 
-TENANTS_KEY = "vla:tenants"
 RESERVED = ("platform", "default", "admin")
 
 _COMMANDS = (
@@ -31,15 +35,6 @@ _COMMANDS = (
     "+exists +type +ttl +xread +xrange +xrevrange +xlen +zrange +zrevrange "
     "+multi +exec +watch +unwatch"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tenant:
-    """What the platform keeps of a tenant."""
-
-    tenant_id: str
-    password_sha256: str
-    version: int = 1
 
 
 def acl_rules(tenant: Tenant) -> list[str]:
@@ -66,18 +61,13 @@ def acl_rules(tenant: Tenant) -> list[str]:
 def apply_acl(client: Any, tenant: Tenant) -> None:
     client.execute_command("ACL", "SETUSER", tenant.tenant_id, *acl_rules(tenant))
     client.sadd(TENANTS_KEY, tenant.tenant_id)
-    _keep_acls(client)
-
-
-def _keep_acls(client: Any) -> None:
-    """So that a restarted Redis knows its users at once; one without a file gets them again."""
-    with contextlib.suppress(redis.ResponseError):
-        client.execute_command("ACL", "SAVE")
+    keep_acls(client)
 
 
 def add_tenant(
     name: str, *, client: Any, objects: ObjectStore, iam: S3Admin, redis_url: str,
-    s3_endpoint: str | None, bucket: str,
+    s3_endpoint: str | None, bucket: str, payload_url: str = "",
+    payload_clients: Sequence[Any] = (), payload_quota_bytes: int = DEFAULT_QUOTA_BYTES,
 ) -> str:  # fmt: skip
     """Create a tenant; returns the URL that its `Platform(url)` takes. It is shown once.
 
@@ -90,46 +80,47 @@ def add_tenant(
     if name in RESERVED:
         raise TenantError(f"{name!r} is a name of the platform's own", tenant=name)
     password = secrets.token_urlsafe(24)
-    tenant = Tenant(tenant_id=name, password_sha256=hashlib.sha256(password.encode()).hexdigest())
+    tenant = Tenant(
+        tenant_id=name,
+        password_sha256=hashlib.sha256(password.encode()).hexdigest(),
+        payload_quota_bytes=payload_quota_bytes,
+    )
     record = json.dumps(asdict(tenant)).encode()
     try:
-        objects.put(_record_key(name), record, if_absent=True)
+        objects.put(record_key(name), record, if_absent=True)
     except ObjectExistsError as error:
         raise TenantError(
             f"tenant {name} exists; `vla tenants remove {name}` first", tenant=name
         ) from error
     access_key, secret_key = iam.create_tenant(name)
     apply_acl(client, tenant)
+    for payload_client in payload_clients:
+        apply_payload_access(payload_client, tenant)
     parts = urlsplit(redis_url)
     host = f"{name}:{quote(password)}@{parts.hostname}:{parts.port or 6379}"
     query = {"bucket": bucket, "access_key": access_key, "secret_key": secret_key}
     if s3_endpoint:
         query["endpoint"] = s3_endpoint
+    if payload_url:
+        query["payload"] = ",".join(_without_user(url) for url in payload_url.split(","))
     scheme = "vlas" if parts.scheme == "rediss" else "vla"
     return urlunsplit((scheme, host, parts.path or "/0", urlencode(query), ""))
 
 
-def remove_tenant(name: str, *, client: Any, objects: ObjectStore, iam: S3Admin) -> None:
+def remove_tenant(
+    name: str, *, client: Any, objects: ObjectStore, iam: S3Admin,
+    payload_clients: Sequence[Any] = (),
+) -> None:  # fmt: skip
     """Revoke the tenant's access at once. Its objects and records stay for the auditors."""
     if name not in {tenant.tenant_id for tenant in list_tenants(objects)}:
         raise TenantError(f"no tenant {name}", tenant=name)
     client.execute_command("ACL", "DELUSER", name)
     client.srem(TENANTS_KEY, name)
-    _keep_acls(client)
+    keep_acls(client)
+    for payload_client in payload_clients:
+        remove_payload_access(payload_client, name)
     iam.delete_tenant(name)
-    objects.delete(_record_key(name))
-
-
-def list_tenants(objects: ObjectStore) -> list[Tenant]:
-    """From S3, the truth."""
-    found = []
-    for info in objects.list("platform/tenants/"):
-        try:
-            raw: dict[str, Any] = json.loads(objects.get(info.key))
-        except ObjectNotFoundError:
-            continue  # removed between listing and reading
-        found.append(Tenant(**raw))
-    return found
+    objects.delete(record_key(name))
 
 
 def restore_acls(client: Any, objects: ObjectStore) -> list[str]:
@@ -144,5 +135,7 @@ def restore_acls(client: Any, objects: ObjectStore) -> list[str]:
     return restored
 
 
-def _record_key(name: str) -> str:
-    return f"platform/tenants/{name}.json"
+def _without_user(url: str) -> str:
+    """A payload Redis's address; the tenant's own user and password go with it at the client."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=f"{parts.hostname}:{parts.port or 6379}"))

@@ -159,7 +159,7 @@ class TrainingRunner:
         mounted = self._mounted[job.policy_key]
         mounted.last_job = job
         try:
-            columns = self._services.payloads.get(job.partition_id, job.tenant_id)
+            columns = self._services.payloads.arrays(job.partition_id, job.tenant_id)
         except PayloadError as error:
             _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
             slot = self._service.slot(job.policy_key)

@@ -63,6 +63,7 @@ class StackInfo:
     external: tuple[str, ...]  # servers that somebody else runs
     ports: dict[str, int]
     supervisor_password: str
+    arena: Path | None = None  # shared memory of its processes
 
     def environment(self) -> dict[str, str]:
         """The variables with which a process on this machine joins the stack as operator."""
@@ -76,6 +77,7 @@ class StackInfo:
             "VLA_S3_BUCKET": self.s3.bucket,
             "VLA_SIGNING_KEY_FILE": str(self.signing_key_file),
             "VLA_DATASET_ROOTS": self.dataset_roots,
+            "VLA_ARENA": str(self.arena or ""),
         }
         return {name: value for name, value in variables.items() if value}
 
@@ -89,6 +91,7 @@ def plan(
     roles: tuple[str, ...],
     environment: Mapping[str, str],
     dataset_roots: str,
+    arena: Path | None = None,
 ) -> StackInfo:
     """The stack for this machine; services named in `environment` are used, not started.
 
@@ -132,6 +135,7 @@ def plan(
         external=external,
         ports=ports,
         supervisor_password=credentials.supervisor_password,
+        arena=arena,
     )
 
 
@@ -154,6 +158,7 @@ def load(var: Path) -> StackInfo | None:
                 "signing_key_file": Path(raw["signing_key_file"]),
                 "roles": tuple(raw["roles"]),
                 "external": tuple(raw["external"]),
+                "arena": Path(raw["arena"]) if raw.get("arena") else None,
             }
         )
     except (KeyError, TypeError) as error:

@@ -10,6 +10,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from vla_platform.stack import info as stack_info
 from vla_platform.stack import supervisor
+from vla_platform.stack.arena import prepare_arena
 from vla_platform.stack.credentials import (
     Credentials,
     load_or_create,
@@ -58,6 +59,7 @@ def prepare(
         dataset_roots=dataset_roots
         or environment.get("VLA_DATASET_ROOTS", "")
         or (previous.dataset_roots if previous else ""),
+        arena=prepare_arena(var, environment),
     )
     servers = [_server_program(info, server) for server in _servers(info, credentials)]
     workers = [_worker_program(info, role, credentials) for role in roles]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from vla_platform.stack.arena import arena_path
 from vla_platform.stack.supervisor import MARKER
 
 _TERM_S = 3.0
@@ -31,7 +32,8 @@ def leftovers(var: Path) -> list[psutil.Process]:
 
 
 def sweep(var: Path) -> int:
-    """End all leftovers, politely first; returns how many there were.
+    """End all leftovers, politely first, and remove their shared memory; returns how many processes
+    there were.
 
     Repeats until none is found: a supervisor that still lives would start its children again.
     """
@@ -45,6 +47,7 @@ def sweep(var: Path) -> int:
         for process in alive:
             _signal(process, polite=False)
         psutil.wait_procs(alive, timeout=_TERM_S)
+    arena_path(var).unlink(missing_ok=True)
     return total
 
 

@@ -55,6 +55,10 @@ class ObjectStore(ABC):
         `ObjectTooLargeError` before it allocates when the object is over `max_bytes`."""
 
     @abstractmethod
+    def get_range(self, key: str, start: int, size_bytes: int) -> bytes:
+        """That part of an object, or what there is of it. Raises `ObjectNotFoundError`."""
+
+    @abstractmethod
     def head(self, key: str) -> ObjectInfo:
         """Raises `ObjectNotFoundError`."""
 

@@ -52,6 +52,9 @@ class MemoryObjectStore(ObjectStore):
             raise ObjectTooLargeError(f"{key} is larger than {max_bytes} bytes", key=key)
         return content, etag
 
+    def get_range(self, key: str, start: int, size_bytes: int) -> bytes:
+        return self._find(key)[0][start : start + size_bytes]
+
     def head(self, key: str) -> ObjectInfo:
         content, etag, modified = self._find(key)
         return ObjectInfo(key=key, size=len(content), etag=etag, modified=modified)

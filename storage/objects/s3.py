@@ -123,6 +123,18 @@ class S3ObjectStore(ObjectStore):
                     raise ObjectTooLargeError(f"{key} is larger than {max_bytes} bytes", key=key)
                 return body.read(), str(reply["ETag"])
 
+    def get_range(self, key: str, start: int, size_bytes: int) -> bytes:
+        wanted = f"bytes={start}-{start + size_bytes - 1}"
+        with _translated(key):
+            try:
+                reply = self._client.get_object(Bucket=self.bucket, Key=key, Range=wanted)
+            except ClientError as error:
+                if error.response["Error"]["Code"] == "InvalidRange":
+                    return b""
+                raise
+            with contextlib.closing(reply["Body"]) as body:
+                return bytes(body.read())
+
     def head(self, key: str) -> ObjectInfo:
         with _translated(key):
             reply = self._client.head_object(Bucket=self.bucket, Key=key)

@@ -1,135 +1,175 @@
-"""The payload store: the samples of one training job, once, under tenant and partition.
+"""What a payload store is put together from: one index, and tiers that hold the bytes.
 
-Control messages carry keys and metadata only; the arrays live here until the job ends. A column is
-written once. Every stored column carries tenant, partition, name, dtype, shape and digest in front
-of its bytes, and readers check all of them: a reply that belongs to somebody else (a pooled
-connection one reply behind, redis/redis-py#2624) is never taken for one's own.
+The index knows every partition: the headers of its segments in order, its size, owner and time to
+live. Tiers (memory, a shared-memory arena, Redis, an object store) hold bodies. A segment is
+written in this order, and whoever dies between two steps leaves nothing that a reader could take
+for data:
+
+    tier.allocate    room, or `PayloadFullError`
+    index.begin      the tenant's quota is charged; a clear from here on ends the put
+    tier.write       the bytes
+    index.append     the header: from here on readers see it, whole
+    tier.seal        the room is the partition's, no longer the writer's
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
 
-import numpy as np
-
-from vla_storage.errors import PayloadCorruptError, PayloadError
-from vla_storage.names import check_id, check_name
+from vla_storage.payloads.segments import Key, Place, Segment
 from vla_storage.tensors import Array
 
-PAYLOAD_VERSION = 1
-_LENGTH = 4  # bytes of the little-endian header length
-_KINDS = "biuf"
+
+class Piece(Protocol):
+    """Some consecutive bytes of a body, about as much as a core's cache holds."""
+
+    offset: int
+    data: Array
+
+    def digest(self) -> None:
+        """Hash it. Called once it was taken over, while it is in the cache, by any thread."""
+
+
+Pieces = Callable[[], Iterator[Piece]]
+"""A body in order; gaps between pieces are padding. Called again to repeat a write."""
+Spans = Sequence[tuple[int, int]]
+"""Offset and size in bytes of each column in a body, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColumnInfo:
-    """One column, without its data. Shape: leading B, the rows of the partition."""
+class Want:
+    """One range of one body."""
 
-    tenant_id: str
-    partition_id: str
+    segment: Segment
+    offset: int
+    size_bytes: int
+
+
+class Tier(ABC):
+    """Where bodies lie. Thread-safe. Every method may raise `StorageUnavailableError`."""
+
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str  # BLAKE2b-128 of the bytes, hex
-    version: int = PAYLOAD_VERSION
-
-    @property
-    def size_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
-
-
-class PayloadStore(ABC):
-    """Thread-safe. Every method may raise `StorageUnavailableError` (retry helps; a full store is
-    one: producers pause until consumers have drained it)."""
 
     @abstractmethod
-    def put(
-        self, partition_id: str, tenant_id: str, columns: Mapping[str, Array], *, ttl_s: float
-    ) -> dict[str, ColumnInfo]:
-        """Add columns to a partition and let it expire `ttl_s` from now.
+    def allocate(self, key: Key, segment_id: str, spans: Spans, *, ttl_s: float) -> Place:
+        """Room for a body. Raises `PayloadFullError`; never waits."""
 
-        The same column with the same content again is fine (a retry); other content raises
-        `PayloadExistsError`, and the first one stays.
+    @abstractmethod
+    def write(self, key: Key, segment_id: str, place: Place, pieces: Pieces) -> None:
+        """Fill an allocated place."""
+
+    @abstractmethod
+    def read(self, key: Key, wants: Sequence[Want], *, copy: bool) -> list[Array]:
+        """The bytes of each range, flat uint8, all of them asked for in one go.
+
+        Without `copy` they may be read-only views of shared memory, which stays what it is for
+        as long as a view lives. Raises `PayloadNotFoundError` where the bytes are gone.
+        """
+
+    def is_trusted(self, size_bytes: int) -> bool:
+        """Whether a range of that size needs no digest: owner and bytes are known otherwise."""
+        return False
+
+    @abstractmethod
+    def free(self, key: Key, segment_id: str, place: Place) -> None:
+        """Give the room back; fine where that happened before."""
+
+    def reclaim(self, key: Key, segment_id: str, place: Place) -> None:
+        """The partition was cleared while this body was being written, by somebody who may still
+        write: if so, the writer gives the room back when it finds out."""
+        self.free(key, segment_id, place)
+
+    def seal(self, key: Key, segment_id: str, place: Place) -> None:
+        """The header is in the index: the writer's death takes the body no longer."""
+        return None
+
+    def extend(self, key: Key, segments: Sequence[Segment], *, ttl_s: float) -> None:
+        """Keep bodies for `ttl_s` more."""
+        return None
+
+    def reset(self) -> None:
+        """Distrust whatever connections are open: a reply did not fit its request."""
+        return None
+
+    def sweep(self, known: Collection[Key], *, grace_s: float) -> int:
+        """Free bodies of partitions that no index knows, if older than `grace_s`; how many."""
+        return 0
+
+    def close(self) -> None:
+        """Release connections and mappings."""
+        return None
+
+
+class Append(StrEnum):
+    """What became of a header."""
+
+    DONE = "done"
+    BEHIND = "behind"
+    """Others appended meanwhile: read theirs first."""
+    GONE = "gone"
+    """The partition was cleared or expired since the put began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionUse:
+    """A partition as collectors and operators see it."""
+
+    key: Key
+    size_bytes: int
+    age_s: float
+    owner: str
+
+
+class PayloadIndex(ABC):
+    """What lies where. Every method is atomic, on the index's own clock."""
+
+    @abstractmethod
+    def begin(
+        self, key: Key, segment_id: str, place: Place, *, size_bytes: int, ttl_s: float,
+        quota_bytes: int, owner: str,
+    ) -> list[bytes]:  # fmt: skip
+        """Charge the tenant for a segment and return the headers there are.
+
+        Raises `PayloadFullError` where the tenant would hold more than `quota_bytes`.
         """
 
     @abstractmethod
-    def get(
-        self, partition_id: str, tenant_id: str, columns: Iterable[str] | None = None
-    ) -> dict[str, Array]:
-        """Writable arrays of the named columns, or of all. Raises `PayloadNotFoundError` where
-        the partition or a column is absent, `PayloadCorruptError` where bytes, digest or owner
-        do not fit."""
+    def append(self, key: Key, segment_id: str, header: bytes, *, seq: int) -> Append:
+        """Add the header as number `seq`."""
 
     @abstractmethod
-    def metadata(self, partition_id: str, tenant_id: str) -> dict[str, ColumnInfo]:
-        """What is stored, without reading it. Empty where there is nothing."""
+    def abandon(self, key: Key, segment_id: str) -> None:
+        """End a segment that was begun and not appended."""
 
     @abstractmethod
-    def clear(self, partition_id: str, tenant_id: str) -> bool:
-        """Delete the whole partition, whatever of it exists; whether there was anything."""
+    def read(self, key: Key) -> list[bytes]:
+        """The headers in order; empty where there is no such partition."""
+
+    @abstractmethod
+    def clear(self, key: Key) -> tuple[list[bytes], dict[str, Place]]:
+        """Forget a partition; returns its headers, and the places of segments under way."""
+
+    @abstractmethod
+    def mark(self, key: Key, consumer: str, rows: Sequence[int]) -> list[int]:
+        """Note rows as consumed; returns those that were not before. Raises
+        `PayloadNotFoundError` where there is no such partition."""
+
+    @abstractmethod
+    def consumed(self, key: Key, consumer: str) -> set[int]:
+        """Rows marked so far."""
+
+    @abstractmethod
+    def partitions(self) -> Iterator[PartitionUse]:
+        """All partitions of all tenants."""
+
+    def reset(self) -> None:
+        """Distrust whatever connections are open."""
+        return None
 
     def close(self) -> None:
         """Release connections."""
         return None
-
-
-def check_partition(partition_id: str, tenant_id: str) -> tuple[str, str]:
-    return check_name("tenant", tenant_id), check_id("partition", partition_id)
-
-
-def pack(partition_id: str, tenant_id: str, name: str, array: Array) -> tuple[ColumnInfo, bytes]:
-    """The column as one value: header length, header, bytes."""
-    if array.dtype.kind not in _KINDS:
-        raise PayloadError(f"column {name}: {array.dtype} cannot be stored", column=name)
-    dense = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
-    raw = dense.reshape(-1).view(np.uint8).data
-    info = ColumnInfo(
-        tenant_id=tenant_id,
-        partition_id=partition_id,
-        name=check_id("column", name),
-        dtype=dense.dtype.str,
-        shape=dense.shape,
-        digest=_digest(raw),
-    )
-    header = json.dumps(asdict(info), separators=(",", ":")).encode()
-    return info, b"".join([len(header).to_bytes(_LENGTH, "little"), header, raw])
-
-
-def parse_header(value: bytes) -> ColumnInfo:
-    """Header of a packed column, or of its first bytes. Raises `PayloadCorruptError`."""
-    length = int.from_bytes(value[:_LENGTH], "little")
-    try:
-        raw: dict[str, Any] = json.loads(value[_LENGTH : _LENGTH + length])
-        raw["shape"] = tuple(raw["shape"])
-        return ColumnInfo(**raw)
-    except (ValueError, TypeError, KeyError) as error:
-        raise PayloadCorruptError("the header of a column is unreadable") from error
-
-
-def unpack(partition_id: str, tenant_id: str, name: str, value: bytes) -> Array:
-    """The array, after its owner, size and digest were checked. Raises `PayloadCorruptError`."""
-    where = {"tenant_id": tenant_id, "partition_id": partition_id, "column": name}
-    info = parse_header(value)
-    if (info.tenant_id, info.partition_id, info.name) != (tenant_id, partition_id, name):
-        raise PayloadCorruptError(f"column {name}: the reply belongs to another request", **where)
-    start = _LENGTH + int.from_bytes(value[:_LENGTH], "little")
-    try:
-        dtype = np.dtype(info.dtype)
-        expected = info.size_bytes
-    except (TypeError, ValueError) as error:
-        raise PayloadCorruptError(f"column {name}: unknown dtype", **where) from error
-    if dtype.kind not in _KINDS or len(value) - start != expected:
-        raise PayloadCorruptError(f"column {name} has the wrong number of bytes", **where)
-    buffer = bytearray(memoryview(value)[start:])
-    if _digest(buffer) != info.digest:
-        raise PayloadCorruptError(f"column {name} does not match its digest", **where)
-    return np.frombuffer(buffer, dtype).reshape(info.shape)
-
-
-def _digest(raw: memoryview | bytearray) -> str:
-    return hashlib.blake2b(raw, digest_size=16).hexdigest()

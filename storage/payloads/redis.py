@@ -1,157 +1,146 @@
-"""A payload store on a Redis of its own, without persistence, away from the control Redis.
+"""Bodies on payload Redis instances, without persistence, away from the control Redis.
 
-One hash per partition, `<tenant>:payload:<partition>`: a tenant's key prefix is also its ACL
-prefix. Field `h:<column>` holds the header, `c:<column>` header and bytes.
+A body is cut into strings at the borders of its columns: a whole column is one GET, which the
+server sends from where it lies; some rows of it are a GETRANGE.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import redis
-from redis.backoff import ExponentialBackoff
-from redis.retry import Retry
+import numpy as np
 
-from vla_storage.errors import (
-    PayloadCorruptError,
-    PayloadError,
-    PayloadExistsError,
-    PayloadNotFoundError,
-    StorageAccessError,
-    StorageUnavailableError,
-)
-from vla_storage.payloads.base import (
-    ColumnInfo,
-    PayloadStore,
-    check_partition,
-    pack,
-    parse_header,
-    unpack,
-)
+from vla_storage.errors import PayloadCorruptError, PayloadFullError, PayloadNotFoundError
+from vla_storage.payloads.base import Pieces, Spans, Tier, Want
+from vla_storage.payloads.parts import checked_cuts, contiguous, cuts, ranges_of
+from vla_storage.payloads.redis_connections import Shards, as_array, head, translated
+from vla_storage.payloads.redis_index import RedisIndex, meta_key
+from vla_storage.payloads.segments import Key, Place, Segment
+from vla_storage.payloads.store import DEFAULT_QUOTA_BYTES, PayloadStore
 from vla_storage.tensors import Array
 
-_HEADER = b"h:"
+
+class RedisTier(Tier):
+    """`watermark`: the used share of a server's memory above which it takes no more bodies, so
+    that headers and other tenants' late columns still fit; what comes then spills or waits."""
+
+    name = "redis"
+
+    def __init__(self, shards: Shards, *, watermark: float = 0.9) -> None:
+        self._shards = shards
+        self._watermark = watermark
+
+    def allocate(self, key: Key, segment_id: str, spans: Spans, *, ttl_s: float) -> Place:
+        with translated(key):
+            share = self._shards.of(key).fill()
+        if share >= self._watermark:
+            raise PayloadFullError(
+                f"payload Redis is {share:.0%} full", reason="tier", tier=self.name,
+                partition_id=key.partition_id,
+            )  # fmt: skip
+        return {"tier": self.name, "cuts": cuts(spans), "ttl_ms": max(1, int(ttl_s * 1000))}
+
+    def write(self, key: Key, segment_id: str, place: Place, pieces: Pieces) -> None:
+        parts = place["cuts"]
+
+        def commands() -> Iterator[Any]:
+            open_part = -1
+            for number, data in contiguous(pieces(), parts):
+                if number != open_part:
+                    if open_part >= 0:
+                        yield b"\r\n"
+                    size = parts[number + 1] - parts[number]
+                    name = _part_key(key, segment_id, number)
+                    yield head("PSETEX", name, place["ttl_ms"], last_bytes=size)
+                    open_part = number
+                yield data.data
+            if open_part >= 0:
+                yield b"\r\n"
+
+        with translated(key):
+            self._shards.of(key).stream(commands, len(parts) - 1)
+
+    def read(self, key: Key, wants: Sequence[Want], *, copy: bool) -> list[Array]:
+        requests: list[bytes] = []
+        sizes: list[list[int]] = []
+        for want in wants:
+            parts = checked_cuts(key, want.segment)
+            ranges = list(ranges_of(parts, want.offset, want.offset + want.size_bytes))
+            sizes.append([end - begin for _, begin, end, _ in ranges])
+            for number, begin, end, whole in ranges:
+                name = _part_key(key, want.segment.segment_id, number)
+                requests.append(
+                    head("GET", name) if whole else head("GETRANGE", name, begin, end - 1)
+                )
+        with translated(key):
+            replies = iter(self._shards.of(key).stream(lambda: iter(requests), len(requests)))
+        found = []
+        for want, expected in zip(wants, sizes, strict=True):
+            raws = [self._checked(key, want, next(replies), size) for size in expected]
+            found.append(raws[0] if len(raws) == 1 else np.concatenate(raws))
+        return found
+
+    def free(self, key: Key, segment_id: str, place: Place) -> None:
+        names = _part_keys(key, segment_id, place)
+        if names:
+            with translated(key):
+                # UNLINK frees large values off the server's main thread.
+                self._shards.of(key).client.unlink(*names)
+
+    def extend(self, key: Key, segments: Sequence[Segment], *, ttl_s: float) -> None:
+        with translated(key), self._shards.of(key).client.pipeline(transaction=False) as pipe:
+            for segment in segments:
+                for name in _part_keys(key, segment.segment_id, segment.place):
+                    pipe.pexpire(name, max(1, int(ttl_s * 1000)), gt=True)
+            pipe.execute()
+
+    def reset(self) -> None:
+        self._shards.reset()
+
+    def close(self) -> None:
+        self._shards.close()
+
+    @staticmethod
+    def _checked(key: Key, want: Want, reply: Any, size_bytes: int) -> Array:
+        if reply is None or len(reply) == 0:
+            raise PayloadNotFoundError(
+                f"{key} is gone", partition_id=key.partition_id,
+                columns=[block.name for block in want.segment.blocks if not block.is_pool],
+            )  # fmt: skip
+        if not isinstance(reply, bytes | np.ndarray) or len(reply) != size_bytes:
+            raise PayloadCorruptError(
+                f"{key} has the wrong number of bytes",
+                tenant_id=key.tenant_id, partition_id=key.partition_id,
+            )  # fmt: skip
+        return as_array(reply)
 
 
 class RedisPayloadStore(PayloadStore):
-    def __init__(self, client: redis.Redis) -> None:
-        # Replies are bytes, which redis-py's types do not say.
-        self._redis: Any = client
+    """Index and bodies on one or several payload Redis instances, with more tiers around.
+
+    `local` tiers are tried before Redis (a shared-memory arena), `spill` tiers after it.
+    """
+
+    def __init__(
+        self, urls: Iterable[str], *, local: Sequence[Tier] = (), spill: Sequence[Tier] = (),
+        quota_bytes: int = DEFAULT_QUOTA_BYTES, watermark: float = 0.9, timeout_s: float = 15.0,
+    ) -> None:  # fmt: skip
+        shards = Shards(urls, timeout_s=timeout_s)
+        tiers = (*local, RedisTier(shards, watermark=watermark), *spill)
+        super().__init__(RedisIndex(shards), tiers, quota_bytes=quota_bytes)
 
     @classmethod
     def from_url(cls, url: str, *, timeout_s: float = 15.0) -> RedisPayloadStore:
-        """With bounded waits, and retries of what a dropped connection interrupts."""
-        return cls(
-            redis.Redis.from_url(
-                url,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=5.0,
-                health_check_interval=30,
-                retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5),
-            )
-        )
-
-    def put(
-        self, partition_id: str, tenant_id: str, columns: Mapping[str, Array], *, ttl_s: float
-    ) -> dict[str, ColumnInfo]:
-        key = _key(partition_id, tenant_id)
-        infos: dict[str, ColumnInfo] = {}
-        with _translated(partition_id), self._redis.pipeline(transaction=True) as pipe:
-            for name, array in columns.items():
-                infos[name], value = pack(partition_id, tenant_id, name, array)
-                pipe.hsetnx(key, f"h:{name}", _header(value))
-                pipe.hsetnx(key, f"c:{name}", value)
-            pipe.pexpire(key, max(1, round(ttl_s * 1000)))
-            replies = pipe.execute()
-        if not all(replies[:-1]):
-            # Written before: by an earlier try of ours whose reply got lost, or by another.
-            stored = self.metadata(partition_id, tenant_id)
-            for name, info in infos.items():
-                if stored.get(name, info) != info:
-                    raise PayloadExistsError(
-                        f"column {name} holds other content", column=name, partition_id=partition_id
-                    )
-        return infos
-
-    def get(
-        self, partition_id: str, tenant_id: str, columns: Iterable[str] | None = None
-    ) -> dict[str, Array]:
-        key = _key(partition_id, tenant_id)
-        names = list(self.metadata(partition_id, tenant_id)) if columns is None else list(columns)
-        if not names:
-            raise _absent(partition_id, ["columns"])
-        try:
-            return self._read(key, partition_id, tenant_id, names)
-        except PayloadCorruptError:
-            # A connection may be one reply behind: drop them all and ask once more.
-            self._redis.connection_pool.disconnect()
-            return self._read(key, partition_id, tenant_id, names)
-
-    def metadata(self, partition_id: str, tenant_id: str) -> dict[str, ColumnInfo]:
-        key = _key(partition_id, tenant_id)
-        with _translated(partition_id):
-            names = [name for name in self._redis.hkeys(key) if name.startswith(_HEADER)]
-            values = self._redis.hmget(key, names) if names else []
-        infos = {}
-        for name, value in zip(names, values, strict=True):
-            if value is not None:  # expired or cleared since
-                infos[name.removeprefix(_HEADER).decode()] = parse_header(value)
-        return infos
-
-    def clear(self, partition_id: str, tenant_id: str) -> bool:
-        with _translated(partition_id):
-            # UNLINK frees large values off the server's main thread.
-            return bool(self._redis.unlink(_key(partition_id, tenant_id)))
-
-    def close(self) -> None:
-        self._redis.close()
-
-    def _read(
-        self, key: str, partition_id: str, tenant_id: str, names: list[str]
-    ) -> dict[str, Array]:
-        with _translated(partition_id):
-            values = self._redis.hmget(key, [f"c:{n}" for n in names])
-        absent = [name for name, value in zip(names, values, strict=True) if value is None]
-        if absent:
-            raise _absent(partition_id, absent)
-        return {
-            name: unpack(partition_id, tenant_id, name, value)
-            for name, value in zip(names, values, strict=True)
-        }
+        """Without other tiers; `url` may name several instances, separated by commas."""
+        return cls(url.split(","), timeout_s=timeout_s)
 
 
-def _key(partition_id: str, tenant_id: str) -> str:
-    tenant, partition = check_partition(partition_id, tenant_id)
-    return f"{tenant}:payload:{partition}"
+def _part_key(key: Key, segment_id: str, number: int) -> str:
+    return f"{meta_key(key)}:{segment_id}:{number}"
 
 
-def _header(value: bytes) -> bytes:
-    return value[: 4 + int.from_bytes(value[:4], "little")]
-
-
-def _absent(partition_id: str, names: list[str]) -> PayloadNotFoundError:
-    return PayloadNotFoundError(
-        f"partition {partition_id} has no {', '.join(names)}",
-        partition_id=partition_id,
-        columns=names,
-    )
-
-
-@contextlib.contextmanager
-def _translated(partition_id: str) -> Iterator[None]:
-    try:
-        yield
-    except (redis.ConnectionError, redis.TimeoutError, redis.OutOfMemoryError) as error:
-        raise StorageUnavailableError(
-            f"payload store: {error}", partition_id=partition_id
-        ) from error
-    except redis.exceptions.NoPermissionError as error:
-        raise StorageAccessError(f"payload store: {error}", partition_id=partition_id) from error
-    except redis.RedisError as error:
-        if "OOM" in str(error):  # inside a transaction the server answers EXECABORT
-            raise StorageUnavailableError(
-                "payload store: full", partition_id=partition_id
-            ) from error
-        raise PayloadError(f"payload store: {error}", partition_id=partition_id) from error
+def _part_keys(key: Key, segment_id: str, place: Place) -> list[str]:
+    parts = place.get("cuts")
+    count = len(parts) - 1 if isinstance(parts, list) else 0
+    return [_part_key(key, segment_id, number) for number in range(min(count, 10_000))]

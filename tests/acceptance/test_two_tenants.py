@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +26,7 @@ import pytest
 import redis
 
 from vla_platform.cli.tenants import Operator, operator
-from vla_platform.client import Platform, Run
+from vla_platform.client import Frames, Platform, Run
 from vla_platform.control.recovery import recover
 from vla_platform.datasets.recording import make_demonstrations
 from vla_platform.envs.tabletop import Tabletop
@@ -39,7 +40,13 @@ from vla_platform.errors import (
 )
 from vla_platform.stack import operate
 from vla_storage.checkpoints import CheckpointStore
-from vla_storage.errors import CheckpointNotFoundError, InvalidKeyError, StorageAccessError
+from vla_storage.errors import (
+    CheckpointNotFoundError,
+    InvalidKeyError,
+    PayloadNotFoundError,
+    StorageAccessError,
+)
+from vla_storage.payloads.arena_file import ArenaFile
 
 STEPS = 30
 TIMEOUT_S = 120
@@ -398,6 +405,29 @@ def test_cancel_is_final(stack):
     assert run.cancel() == "cancelled"
     with pytest.raises(WorkloadCancelledError):
         run.result(5)
+
+
+def test_samples_of_a_host_go_through_its_shared_memory(stack, undisturbed):
+    _, admin, _ = stack
+    arena = ArenaFile(admin.info.arena)
+    assert arena.slots["generation"].sum() >= STEPS
+
+
+def test_low_level_calls_on_samples_reach_the_own_partitions_only(stack):
+    """`queue_put`, `queue_get`, `queue_clear` with the tenant's own user."""
+    _, _, platforms = stack
+    one, other = platforms["a"], platforms["ab"]
+    one.queue_put("mine", {"x": np.arange(3), "images": Frames(np.zeros((3, 2, 4, 4, 3), "u1"))})
+    one.queue_put("mine", {"advantages": np.ones(2)}, rows=[0, 2])
+    assert one.queue_get("mine", ["x", "advantages"], [2])["x"].tolist() == [2]
+    assert len(one.queue_get("mine", ["images"])["images"].frames) == 1
+    with pytest.raises(PayloadNotFoundError):
+        other.queue_get("mine")
+    assert not other.queue_clear("mine")
+    with pytest.raises(StorageAccessError):
+        other._connection.payloads.get("mine", "a")
+    assert one.queue_clear("mine")
+    assert not one.queue_clear("mine")
 
 
 def test_a_tenant_reaches_nothing_of_another(stack, undisturbed):

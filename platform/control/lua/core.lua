@@ -9,7 +9,7 @@
 --   vla:t:<tenant>:workloads     zset   workload -> created (ms); the tenant may read vla:t:<tenant>:*
 --   vla:t:<tenant>:w:<workload>  hash   the tenant's view of its workload
 --   vla:j:<job>                  hash   training-job descriptor
---   vla:pending, vla:running     set    workloads in that state
+--   vla:pending, :running, :paused  set workloads in that state
 --   vla:tenant:<tenant>:pending, :running, :rollouts   set; what the tenant's limits count
 --   vla:weights                  hash   tenant -> its share; 1 where absent
 --   vla:charged                  zset   tenants with running workloads -> cost (s) / weight
@@ -81,7 +81,7 @@ local function record(id, w, state, reason)
   local line = cjson.encode({state = state, at = at, reason = reason})
   redis.call('RPUSH', 'vla:w:' .. id .. ':history', line)
   redis.call('RPUSH', 'vla:t:' .. w.tenant .. ':w:' .. id .. ':history', line)
-  for _, set in ipairs({'pending', 'running'}) do
+  for _, set in ipairs({'pending', 'running', 'paused'}) do
     local change = state == set and 'SADD' or 'SREM'
     redis.call(change, 'vla:' .. set, id)
     redis.call(change, 'vla:tenant:' .. w.tenant .. ':' .. set, id)

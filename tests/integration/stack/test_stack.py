@@ -24,6 +24,7 @@ from vla_platform.stack.roles import Ready, Role
 from vla_platform.stack.servers import S3Address
 from vla_platform.stack.sweep import leftovers
 from vla_storage.objects import S3ObjectStore
+from vla_storage.payloads import ArenaTier
 
 pytestmark = pytest.mark.services
 
@@ -170,6 +171,19 @@ def test_a_killed_process_is_started_again_with_its_data(var: Path, stack: Stack
     up(var, roles=ROLES, environment=clean_environment())
     with redis.Redis.from_url(stack.redis_url) as client:
         assert client.get("kept") == b"yes"
+
+
+def test_the_arena_lives_as_long_as_the_stack(var: Path, stack: StackInfo) -> None:
+    """Also after the supervisor was killed: `down` and the next `up` remove what is left."""
+    assert stack.arena is not None
+    assert stack.environment()["VLA_ARENA"] == str(stack.arena)
+    ArenaTier(stack.arena).close()
+    up(var, roles=ROLES, environment=clean_environment())
+    assert stack.arena.exists()
+    kill_supervisor(var)
+    assert stack.arena.exists()
+    down(var)
+    assert not stack.arena.exists()
 
 
 def test_down_stops_all_and_keeps_data_ports_and_secrets(var: Path, stack: StackInfo) -> None:

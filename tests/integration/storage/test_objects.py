@@ -55,6 +55,15 @@ def test_get_returns_what_put_wrote(objects: ObjectStore, tmp_path: Path) -> Non
     assert (2 << 20, etag) == (objects.head("a/from-file").size, objects.head("a/from-file").etag)
 
 
+def test_a_part_of_an_object_is_read_alone(objects: ObjectStore) -> None:
+    objects.put("a/x", b"0123456789")
+
+    found = [objects.get_range("a/x", *part) for part in ((0, 3), (4, 1), (8, 5), (10, 1))]
+    assert found == [b"012", b"4", b"89", b""]
+    with pytest.raises(ObjectNotFoundError):
+        objects.get_range("a/y", 0, 1)
+
+
 def test_f60_content_that_does_not_match_its_digest_is_not_stored(
     objects: ObjectStore, tmp_path: Path
 ) -> None:

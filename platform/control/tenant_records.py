@@ -1,0 +1,38 @@
+"""What the platform keeps of a tenant: one record in S3, `platform/tenants/<tenant>.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from vla_storage.errors import ObjectNotFoundError
+from vla_storage.objects import ObjectStore
+from vla_storage.payloads import DEFAULT_QUOTA_BYTES
+
+TENANTS_KEY = "vla:tenants"
+"""The tenants that a Redis knows, on control and payload servers alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenant:
+    tenant_id: str
+    password_sha256: str
+    payload_quota_bytes: int = DEFAULT_QUOTA_BYTES
+    version: int = 1
+
+
+def record_key(name: str) -> str:
+    return f"platform/tenants/{name}.json"
+
+
+def list_tenants(objects: ObjectStore) -> list[Tenant]:
+    """From S3, the truth."""
+    found = []
+    for info in objects.list("platform/tenants/"):
+        try:
+            raw: dict[str, Any] = json.loads(objects.get(info.key))
+        except ObjectNotFoundError:
+            continue  # removed between listing and reading
+        found.append(Tenant(**raw))
+    return found
