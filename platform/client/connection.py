@@ -15,8 +15,8 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from vla_platform.broker import ingress_queue, queue
-from vla_platform.errors import AccessError, PlatformError, SpecError, UnavailableError
-from vla_storage.errors import CodedError
+from vla_platform.client.wire_errors import to_error
+from vla_platform.errors import AccessError, SpecError, UnavailableError
 from vla_storage.objects import S3ObjectStore
 
 
@@ -114,15 +114,3 @@ def _answer(reply: dict[str, Any]) -> Any:
     if "error" in reply:
         raise to_error(reply["error"])
     return reply["result"]
-
-
-def to_error(wire: dict[str, Any]) -> CodedError:
-    """The typed error again, from its wire form."""
-    pending: list[type[CodedError]] = [CodedError]
-    while pending:
-        kind = pending.pop()
-        if kind.code == wire.get("code"):
-            return kind(str(wire.get("message")), **wire.get("details", {}))
-        pending.extend(kind.__subclasses__())
-    details = {"wire_code": wire.get("code"), **wire.get("details", {})}
-    return PlatformError(str(wire.get("message")), **details)
