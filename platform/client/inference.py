@@ -412,7 +412,7 @@ class InferenceProxy:
 
     def _ship_window(self, call: _Call) -> None:
         assert call.window is not None and call.request.session is not None
-        session = replace(call.request.session, num_frames=len(call.window))
+        session = replace(call.request.session, num_frames=len(call.window), is_whole=True)
         call.request = replace(call.request, session=session)
         call.parts, call.window = call.window, None
         self._free(call)

@@ -12,6 +12,8 @@
 --   vla:j:<job>                  hash   training-job descriptor
 --   vla:pending, vla:running     set    workloads in that state
 --   vla:policy:<policy_key>      hash   running workload, policy_version, slot owner, fence, expiry
+--   vla:t:<tenant>:policies      hash   policy -> base model
+--   vla:published                stream policy, version: notices of new current versions
 --   vla:ready:<base model>       zset   job -> rank (priority first, then ready_seq)
 --   vla:leases                   zset   job -> lease_expires (ms)
 --   vla:clear                    list   partitions whose payload is due for clearing
@@ -110,6 +112,10 @@ local function submit(_, args)
   redis.call('HSET', key, 'id', id, 'created', at, 'position', 0, 'step', 0, 'next_position', 0,
     'incarnation', 0, 'durable_position', 0, 'durable_step', 0, 'prepared', 0)
   redis.call('ZADD', 'vla:t:' .. fields.tenant .. ':workloads', at, id)
+  if fields.policy_key and fields.base_model then
+    redis.call('HSET', 'vla:t:' .. fields.tenant .. ':policies',
+      string.match(fields.policy_key, '/(.*)$'), fields.base_model)
+  end
   record(id, fields, 'pending', '')
   return 1
 end
@@ -391,6 +397,19 @@ local function finish(_, args)
   return 1
 end
 
+-- publish_version(policy_key, version, base_model): the version that inference serves by default;
+-- it moves forward only. Returns the current one.
+local function publish_version(_, args)
+  local policy, version = 'vla:policy:' .. args[1], tonumber(args[2])
+  local current = tonumber(redis.call('HGET', policy, 'current_version') or -1)
+  if version <= current then return current end
+  redis.call('HSET', policy, 'current_version', version)
+  local tenant, name = string.match(args[1], '^([^/]+)/(.*)$')
+  redis.call('HSET', 'vla:t:' .. tenant .. ':policies', name, args[3])
+  redis.call('XADD', 'vla:published', 'MAXLEN', '~', 1000, '*', 'policy', args[1], 'version', version)
+  return version
+end
+
 -- fail(workload, reason_json) and cancel(workload): final. Repeating them changes nothing.
 local function stop(args, state, reason)
   local w = hash('vla:w:' .. args[1])
@@ -487,6 +506,7 @@ redis.register_function('vla_complete', complete)
 redis.register_function('vla_release', release)
 redis.register_function('vla_checkpointed', checkpointed)
 redis.register_function('vla_finish', finish)
+redis.register_function('vla_publish_version', publish_version)
 redis.register_function('vla_fail', fail)
 redis.register_function('vla_cancel', cancel)
 redis.register_function('vla_reap', reap)

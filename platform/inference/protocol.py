@@ -70,6 +70,7 @@ class SessionStep:
     step: int  # of the newest frame, from 0
     history: int  # frames in the window
     num_frames: int = 1  # that this request ships, the newest last
+    is_whole: bool = False  # whether these are all that the sender has
 
 
 @dataclass(frozen=True, kw_only=True)
