@@ -38,10 +38,17 @@ class Operator:
             redis_url=self.info.redis_url,
             s3_endpoint=self.info.s3.endpoint,
             bucket=self.info.s3.bucket,
+            payload_url=self.info.payload_url,
         )
 
     def remove(self, name: str) -> None:
-        tenants.remove_tenant(name, client=self.ledger.client, objects=self.objects, iam=self.iam)
+        tenants.remove_tenant(
+            name,
+            client=self.ledger.client,
+            objects=self.objects,
+            iam=self.iam,
+            payload_url=self.info.payload_url,
+        )
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from vla_platform.errors import (
 )
 from vla_platform.inference.arena import Arena
 from vla_platform.inference.channel.base import RequestSender
+from vla_platform.inference.channel.redis_streams import RedisStreamsSender, open_client
 from vla_platform.inference.protocol import (
     Answer,
     Prediction,
@@ -112,6 +113,18 @@ class InferenceProxy:
         ]
         for thread in self._threads:
             thread.start()
+
+    @classmethod
+    def connect(
+        cls, payload_url: str, base_model_of: BaseModelOf, *, shared_memory: bool = True
+    ) -> Self:
+        """Over Redis Streams, with the credentials in the URL: a tenant's own, or the platform's,
+        which reach all tenants (`Ledger.base_model_of` then is the directory)."""
+        return cls(
+            lambda client_id: RedisStreamsSender(open_client(payload_url), client_id),
+            base_model_of,
+            shared_memory=shared_memory,
+        )
 
     def __enter__(self) -> Self:
         return self

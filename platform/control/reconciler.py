@@ -40,4 +40,4 @@ def clear_partitions(services: Services) -> int:
 
 def restore_tenants(services: Services) -> list[str]:
     """Bring back the broker users that the control Redis has lost."""
-    return restore_acls(services.ledger.client, services.objects)
+    return restore_acls(services.ledger.client, services.objects, payload=services.payload_client)

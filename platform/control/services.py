@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import redis
 
@@ -20,6 +21,7 @@ class Services:
     ledger: Ledger
     objects: S3ObjectStore
     payloads: PayloadStore
+    payload_client: Any  # the payload Redis itself, for its users and streams
     emitter: Emitter
 
     @property
@@ -40,6 +42,7 @@ def connect(settings: Settings) -> Services:
             secret_key=settings.s3_secret_key,
         ),
         payloads=RedisPayloadStore(payload_client),
+        payload_client=payload_client,
         emitter=Emitter(ledger.client),
     )
 

@@ -31,6 +31,10 @@ _COMMANDS = (
     "+exists +type +ttl +xread +xrange +xrevrange +xlen +zrange +zrevrange "
     "+multi +exec +watch +unwatch"
 )
+_PAYLOAD_COMMANDS = (
+    "-@all +@connection -client +client|setinfo +client|setname +client|id +ping "
+    "+xadd +xlen +blmpop +lmpop +del"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,29 @@ def acl_rules(tenant: Tenant) -> list[str]:
     ]
 
 
+def payload_acl_rules(tenant: Tenant) -> list[str]:
+    """The payload Redis's rules: write the own request streams, pop the own answers.
+
+    Streams are `infer:<base model>:<tenant>`, so the end of the name is the tenant; nobody reads a
+    stream back, and nobody but the owner writes it.
+    """
+    name = tenant.tenant_id
+    return [
+        "reset",
+        "on",
+        f"#{tenant.password_sha256}",
+        f"~infer:*:{name}",
+        f"~{name}:infer:*",
+        "resetchannels",
+        *_PAYLOAD_COMMANDS.split(),
+    ]
+
+
+def apply_payload_acl(client: Any, tenant: Tenant) -> None:
+    client.execute_command("ACL", "SETUSER", tenant.tenant_id, *payload_acl_rules(tenant))
+    _keep_acls(client)
+
+
 def apply_acl(client: Any, tenant: Tenant) -> None:
     client.execute_command("ACL", "SETUSER", tenant.tenant_id, *acl_rules(tenant))
     client.sadd(TENANTS_KEY, tenant.tenant_id)
@@ -77,7 +104,7 @@ def _keep_acls(client: Any) -> None:
 
 def add_tenant(
     name: str, *, client: Any, objects: ObjectStore, iam: S3Admin, redis_url: str,
-    s3_endpoint: str | None, bucket: str,
+    s3_endpoint: str | None, bucket: str, payload_url: str,
 ) -> str:  # fmt: skip
     """Create a tenant; returns the URL that its `Platform(url)` takes. It is shown once.
 
@@ -100,22 +127,37 @@ def add_tenant(
         ) from error
     access_key, secret_key = iam.create_tenant(name)
     apply_acl(client, tenant)
+    with _payload_client(payload_url) as payload:
+        apply_payload_acl(payload, tenant)
     parts = urlsplit(redis_url)
     host = f"{name}:{quote(password)}@{parts.hostname}:{parts.port or 6379}"
     query = {"bucket": bucket, "access_key": access_key, "secret_key": secret_key}
     if s3_endpoint:
         query["endpoint"] = s3_endpoint
+    payload_parts = urlsplit(payload_url)
+    query["payload"] = (
+        f"{payload_parts.hostname}:{payload_parts.port or 6379}{payload_parts.path or '/0'}"
+    )
     scheme = "vlas" if parts.scheme == "rediss" else "vla"
     return urlunsplit((scheme, host, parts.path or "/0", urlencode(query), ""))
 
 
-def remove_tenant(name: str, *, client: Any, objects: ObjectStore, iam: S3Admin) -> None:
+def _payload_client(url: str) -> Any:
+    return redis.Redis.from_url(url, socket_timeout=10.0, socket_connect_timeout=5.0)
+
+
+def remove_tenant(
+    name: str, *, client: Any, objects: ObjectStore, iam: S3Admin, payload_url: str
+) -> None:
     """Revoke the tenant's access at once. Its objects and records stay for the auditors."""
     if name not in {tenant.tenant_id for tenant in list_tenants(objects)}:
         raise TenantError(f"no tenant {name}", tenant=name)
     client.execute_command("ACL", "DELUSER", name)
     client.srem(TENANTS_KEY, name)
     _keep_acls(client)
+    with _payload_client(payload_url) as payload:
+        payload.execute_command("ACL", "DELUSER", name)
+        _keep_acls(payload)
     iam.delete_tenant(name)
     objects.delete(_record_key(name))
 
@@ -132,16 +174,25 @@ def list_tenants(objects: ObjectStore) -> list[Tenant]:
     return found
 
 
-def restore_acls(client: Any, objects: ObjectStore) -> list[str]:
-    """Apply the rules of every tenant that the control Redis does not know. Returns their names."""
+def restore_acls(client: Any, objects: ObjectStore, *, payload: Any) -> list[str]:
+    """Apply the rules of every tenant that a server does not know. Returns their names."""
     known = set(client.execute_command("ACL", "USERS"))
+    known_payload = set(map(_text, payload.execute_command("ACL", "USERS")))
     members = client.smembers(TENANTS_KEY)
     restored = []
     for tenant in list_tenants(objects):
-        if tenant.tenant_id not in known or tenant.tenant_id not in members:
+        name = tenant.tenant_id
+        if name not in known or name not in members:
             apply_acl(client, tenant)
-            restored.append(tenant.tenant_id)
-    return restored
+            restored.append(name)
+        if name not in known_payload:
+            apply_payload_acl(payload, tenant)
+            restored.append(name)
+    return sorted(set(restored))
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _record_key(name: str) -> str:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from vla_platform.inference.protocol import (
     PredictRequest,
     RequestFrame,
     pack_answers,
+    request_id_of,
     unpack_requests,
 )
 from vla_storage.errors import CodedError
@@ -88,12 +89,13 @@ class _Item:
 
     opened: _Open
     request: PredictRequest
-    pixels: Any
     deadline: float
     alone: bool  # delivered before: it might be what ended a worker
+    pixels: Any = None
     lane: str = ""
     prepared: Any = None
     parts: list[Prediction] = field(default_factory=list)
+    is_answered: bool = False
 
     @property
     def tenant(self) -> str:
@@ -112,7 +114,17 @@ class _Item:
         return self.tenant, self.request.request_id
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """What came as a request and is none."""
+
+    opened: _Open
+    request_id: str
+    error: CodedError
+
+
 _Answered = tuple[_Item, Outcome]
+_ToSend = tuple[list[_Answered] | _Refused, BatchReport | None]
 
 
 class InferenceConsumer:
@@ -142,9 +154,9 @@ class InferenceConsumer:
         self._changed = threading.Condition()  # guards the batching policy and what is open
         self._open: dict[Any, _Open] = {}
         self._items: dict[tuple[str, str], _Item] = {}
-        self._replies: queue.SimpleQueue[tuple[list[_Answered], BatchReport | None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._replies: queue.SimpleQueue[
+            tuple[list[_Answered] | _Refused, BatchReport | None] | None
+        ] = queue.SimpleQueue()
         self._stopping = threading.Event()  # take nothing new
         self._halted = threading.Event()  # give up what cannot be sent
         self._busy_since: float | None = None
@@ -228,43 +240,40 @@ class InferenceConsumer:
         with self._changed:
             self._open[delivery.tag] = opened
         if not frame.requests:
-            self._answer([], opened)
-        for raw in frame.requests:
-            self._take_request(opened, frame, raw, now)
+            self._acknowledge(opened)
+        items = [self._item(opened, frame, raw, now) for raw in frame.requests]
+        self._offer([item for item in items if item is not None and self._prepare(item)])
 
-    def _take_request(
+    def _item(
         self, opened: _Open, frame: RequestFrame, raw: dict[str, Any], now: float
-    ) -> None:
+    ) -> _Item | None:
+        """A request with its pixels; None where it has its answer already."""
         try:
             request = PredictRequest.from_dict(raw)
         except RequestError as error:
-            name = raw.get("request_id") if isinstance(raw, dict) else None
-            self._refuse(opened, str(name)[:64], error)
-            return
-        alone = opened.delivery.attempts > 1
+            self._replies.put((_Refused(opened, request_id_of(raw), error), None))
+            return None
         deadline = now + request.timeout_s - opened.delivery.age_s
-        item = _Item(opened, request, None, deadline, alone)
+        item = _Item(opened, request, deadline, alone=opened.delivery.attempts > 1)
         with self._changed:
-            if item.key in self._items:
-                # Sent again while the first one is at work: that one's answer will do.
+            is_second = item.key in self._items
+            if is_second:  # sent again while the first is at work: that one's answer will do
                 opened.num_left -= 1
-                done = opened.num_left == 0
             else:
                 self._items[item.key] = item
-                done = False
-        if done:
-            self._answer([], opened)
-        if self._items.get(item.key) is not item:
-            return
+        if is_second:
+            if opened.num_left == 0:
+                self._acknowledge(opened)
+            return None
         if deadline <= now:
             self._answer([(item, _late(item))])
-            return
+            return None
         try:
             item.pixels = self._pixels(frame, request)
         except CodedError as error:
             self._answer([(item, error)])
-            return
-        self._admit(item)
+            return None
+        return item
 
     def _pixels(self, frame: RequestFrame, request: PredictRequest) -> Any:
         first, generation = request.place
@@ -276,47 +285,50 @@ class InferenceConsumer:
             raise RequestError("a request points outside its frame")
         return np.frombuffer(frame.body, np.uint8, request.size_bytes, first)
 
-    def _admit(self, item: _Item) -> None:
-        """Prepare a request and queue it; also called by a loading thread once a module is in."""
+    def _prepare(self, item: _Item) -> bool:
+        """Whether the request may be queued now; else it is answered, or waits for its module."""
         try:
             found = self._engine.prepare(item.tenant, item.sender, item.request, item.pixels)
         except CodedError as error:
             self._answer([(item, error)])
-            return
+            return False
         except Exception as error:
             _log.exception("action=prepare_failed request=%s", item.request.request_id)
             self._answer([(item, PlatformError(f"the request could not be prepared: {error}"))])
-            return
+            return False
         if isinstance(found, Future):
             found.add_done_callback(lambda done: self._module_is_in(item, done))
-            return
+            return False
         item.prepared = found
         item.lane = f"alone {item.request.request_id}" if item.alone else found.lane
         item.pixels = None
-        with self._changed:
-            self._batching.offer(item, time.monotonic())
-            self._changed.notify_all()
+        return True
 
     def _module_is_in(self, item: _Item, done: Future[Any]) -> None:
-        error = None if done.cancelled() else done.exception()
-        if error is None and not done.cancelled():
-            self._admit(item)
+        """Called by a loading thread."""
+        error = CancelledError() if done.cancelled() else done.exception()
+        if error is None:
+            if self._prepare(item):
+                self._offer([item])
         elif isinstance(error, CodedError):
             self._answer([(item, error)])
         else:
             self._answer([(item, PlatformError(f"the module could not be loaded: {error!r:.200}"))])
 
-    def _refuse(self, opened: _Open, request_id: str, error: CodedError) -> None:
-        request = PredictRequest.__new__(PredictRequest)
-        object.__setattr__(request, "request_id", request_id)
-        self._answer([(_Item(opened, request, None, 0.0, False), error)])
+    def _offer(self, items: list[_Item]) -> None:
+        if items:
+            with self._changed:
+                now = time.monotonic()
+                for item in items:
+                    self._batching.offer(item, now)
+                self._changed.notify_all()
 
     def _refuse_poison(self, delivery: Delivery, frame: RequestFrame) -> None:
         error = PoisonError(
             f"the request ended {delivery.attempts - 1} workers and is set aside",
             attempts=delivery.attempts - 1,
         )
-        ids = [str(raw.get("request_id"))[:64] for raw in frame.requests if isinstance(raw, dict)]
+        ids = [request_id_of(raw) for raw in frame.requests]
         answers = [Answer(request_id=name, error=error.to_dict()) for name in ids]
         _log.error("action=request_poisoned tenant=%s requests=%s", delivery.tenant, ids)
         with contextlib.suppress(CodedError):
@@ -410,12 +422,14 @@ class InferenceConsumer:
     def _whole(self, part: Part[_Item], outcome: Outcome) -> Outcome | None:
         """The answer to the part's request once it is complete."""
         item = part.request
-        if item.key not in self._items or self._items[item.key] is not item:
+        if item.is_answered:
             return None  # a part of it failed or expired before
         if isinstance(outcome, Prediction):
             item.parts.append(outcome)
-            return _joined(item.parts) if part.is_last else None
-        return outcome
+            if not part.is_last:
+                return None
+        item.is_answered = True
+        return _joined(item.parts) if isinstance(outcome, Prediction) else outcome
 
     def _report(self, batch: Batch[_Item], outcomes: list[Outcome], cost: RunCost) -> BatchReport:
         requests: dict[str, int] = defaultdict(int)
@@ -438,15 +452,17 @@ class InferenceConsumer:
 
     # --- replying ---
 
-    def _answer(self, answered: list[_Answered], opened: _Open | None = None) -> None:
-        if opened is not None:  # nothing to say, but to acknowledge
-            with self._changed:
-                self._open.pop(opened.delivery.tag, None)
-            self._replies.put(([], None))
-            with contextlib.suppress(CodedError):
-                self._channel.settle([], [opened.delivery])
-            return
+    def _answer(self, answered: list[_Answered]) -> None:
+        for item, _ in answered:
+            item.is_answered = True
         self._replies.put((answered, None))
+
+    def _acknowledge(self, opened: _Open) -> None:
+        """There is nothing to say about this delivery, or no more."""
+        with contextlib.suppress(CodedError):
+            self._channel.settle([], [opened.delivery])
+        with self._changed:
+            self._open.pop(opened.delivery.tag, None)
 
     def _reply_loop(self) -> None:
         while True:
@@ -454,7 +470,9 @@ class InferenceConsumer:
             if first is None:
                 return
             answered, report = first
-            if answered:
+            if isinstance(answered, _Refused):
+                self._refuse(answered)
+            elif answered:
                 self._reply(answered)
             if report is not None:
                 for observe in self._observers:
@@ -482,6 +500,19 @@ class InferenceConsumer:
             for (tenant, client), answers in by_client.items()
         ]
         self._settle(replies, done)
+        with self._changed:
+            for delivery in done:
+                self._open.pop(delivery.tag, None)
+
+    def _refuse(self, refused: _Refused) -> None:
+        opened = refused.opened
+        answer = Answer(request_id=refused.request_id, error=refused.error.to_dict())
+        tenant = opened.delivery.tenant
+        with self._changed:
+            opened.num_left -= 1
+            done = [opened.delivery] if opened.num_left == 0 else []
+        reply = Reply(tenant=tenant, client=opened.client, frame=pack_answers([answer]))
+        self._settle([reply], done)
         with self._changed:
             for delivery in done:
                 self._open.pop(delivery.tag, None)
@@ -541,6 +572,4 @@ def _joined(parts: list[Prediction]) -> Prediction:
 def _answer_to(item: _Item, outcome: Outcome) -> Answer:
     if isinstance(outcome, Prediction):
         return Answer(request_id=item.request.request_id, prediction=outcome)
-    wire = outcome.to_dict()
-    wire["details"] = {key: str(value)[:200] for key, value in wire["details"].items()}
-    return Answer(request_id=item.request.request_id, error=wire)
+    return Answer(request_id=item.request.request_id, error=outcome.to_dict())

@@ -21,6 +21,7 @@ from vla_platform.control.plan import Domain
 from vla_platform.control.services import Services
 from vla_platform.control.workloads import load_prepared, load_spec
 from vla_platform.errors import BackboneChangedError, LedgerError
+from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
 from vla_platform.gpu_workers.slots import SlotConfig, SlotState
 from vla_platform.gpu_workers.training import TrainingModelService, TrainItem, TrainResult
@@ -35,8 +36,14 @@ class TrainingRunner:
     """One per GPU worker and base model. `drain` is called by one thread at a time."""
 
     def __init__(
-        self, services: Services, service: TrainingModelService, *, base_model: str
+        self,
+        services: Services,
+        service: TrainingModelService,
+        *,
+        base_model: str,
+        turns: DeviceTurns | None = None,
     ) -> None:
+        self._turns = turns or DeviceTurns()
         self._services = services
         self._service = service
         self._base_model = base_model
@@ -118,7 +125,8 @@ class TrainingRunner:
                 if item is not None:
                     ready.append((job, item))
         train = [pair for pair in ready if pair[0].domain == Domain.TRAIN]
-        outcomes = self._service.train_group([item for _, item in train])
+        with self._turns.training():
+            outcomes = self._service.train_group([item for _, item in train])
         done = 0
         for (job, _), outcome in zip(train, outcomes, strict=True):
             done += self._settle(job, outcome, kind="step")
@@ -208,7 +216,8 @@ class TrainingRunner:
 
     def _heldout(self, item: TrainItem) -> dict[str, Any] | CodedError:
         try:
-            loss = self._service.heldout_loss(item.policy_key, item.columns)
+            with self._turns.training():
+                loss = self._service.heldout_loss(item.policy_key, item.columns)
         except CodedError as error:
             return error
         return {"heldout_loss": loss, "step": self._service.slot(item.policy_key).step}

@@ -8,7 +8,7 @@ The service knows no queue, store or thread; one thread at a time may call it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +74,13 @@ class TrainingModelService:
         *,
         cache: FeatureCache | None = None,
         mixed_precision: MixedPrecision = "no",
+        between: Callable[[], None] = lambda: None,
     ) -> None:
-        """`cache=None` encodes every row every time."""
+        """`cache=None` encodes every row every time; `between` runs between two updates."""
         self.backbone = backbone
         self.encoder = FeatureEncoder(backbone, cache=cache)
         self.mixed_precision: MixedPrecision = mixed_precision
+        self._between = between
         self._slots: dict[str, Slot] = {}
 
     def mount(
@@ -140,6 +142,7 @@ class TrainingModelService:
         first = 0
         for at, one in prepared.items():
             stop = first + len(one.rows)
+            self._between()
             try:
                 outcomes[at] = self._update(one, encoded, first, stop, len(prepared))
             except BackboneChangedError:

@@ -158,6 +158,12 @@ class PredictRequest:
             )
 
 
+def request_id_of(raw: Any) -> str:
+    """What a refused request calls itself, as far as that can be told."""
+    name = raw.get("request_id") if isinstance(raw, dict) else None
+    return str(name)[:64]
+
+
 _REQUEST_DEFAULTS = {
     name: entry.default
     for name, entry in PredictRequest.__dataclass_fields__.items()
@@ -203,7 +209,7 @@ class RequestFrame:
 
 
 def pack(head: dict[str, Any], parts: Sequence[Bytes] = ()) -> bytes:
-    text = json.dumps(head, separators=(",", ":")).encode()
+    text = json.dumps(head, separators=(",", ":"), default=str).encode()
     return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *parts])
 
 
