@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -102,10 +103,11 @@ class InferenceProxy:
         self._arenas: dict[int, Arena] = {}
         self._inline_until: dict[tuple[str, str], float] = {}
         self._calls: dict[str, _Call] = {}
+        self._unconfirmed: list[_Call] = []  # of the frame that was handed over last
         self._sessions: OrderedDict[tuple[str, str], tuple[int, deque[Bytes]]] = OrderedDict()
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._closed = False
         self._threads = [
             threading.Thread(target=run, name=f"infer-{name}", daemon=True)
@@ -247,9 +249,8 @@ class InferenceProxy:
                 (tenant, session), step, history, parts
             )
         base_model = self._base_model(tenant, policy)
-        self._number += 1
         request = PredictRequest(
-            request_id=f"{self.client_id[:12]}-{self._number}-{uuid.uuid4().hex[:6]}",
+            request_id=f"{self.client_id[:12]}-{next(self._numbers)}",
             policy=policy,
             version=options.pop("version", None),
             tasks=tuple(row.task for row in rows),
@@ -308,6 +309,8 @@ class InferenceProxy:
             except Exception as error:
                 _log.exception("action=send_failed")
                 self._finish([(call, error) for call in calls])
+            if self._waiting.empty():
+                self._confirm()
 
     def _send(self, calls: list[_Call]) -> None:
         """One frame per tenant, base model and arena; what was sent before goes alone."""
@@ -336,16 +339,30 @@ class InferenceProxy:
             requests.append(replace(call.request, place=place, timeout_s=round(left, 3)))
             call.tries += 1
             call.sent = now
+        frame = pack_requests(self.client_id, arena, requests, body)
+        self._confirm()
+        self._unconfirmed = calls
         try:
-            self._sender.send(
-                tenant, base_model, pack_requests(self.client_id, arena, requests, body)
-            )
-        except UnavailableError as error:
-            for call in calls:
-                call.problem = error
-                call.sent = now - RESEND_S + RETRY_S
+            self._sender.send(tenant, base_model, frame)
         except CodedError as error:
+            self._not_sent(error)
+
+    def _confirm(self) -> None:
+        """Hear what became of the frame before; by now its answer has come."""
+        try:
+            self._sender.confirm()
+        except CodedError as error:
+            self._not_sent(error)
+        self._unconfirmed = []
+
+    def _not_sent(self, error: CodedError) -> None:
+        calls, self._unconfirmed = self._unconfirmed, []
+        if not isinstance(error, UnavailableError):
             self._finish([(call, error) for call in calls])
+            return
+        for call in calls:
+            call.problem = error
+            call.sent = time.monotonic() - RESEND_S + RETRY_S
 
     def _place(self, call: _Call) -> None:
         """Put the bytes into shared memory where that can be; a second try finds them there."""

@@ -301,7 +301,6 @@ class InferenceConsumer:
             return False
         item.prepared = found
         item.lane = f"alone {item.request.request_id}" if item.alone else found.lane
-        item.pixels = None
         return True
 
     def _module_is_in(self, item: _Item, done: Future[Any]) -> None:
@@ -384,6 +383,7 @@ class InferenceConsumer:
                 answered.append((part.request, whole))
         with self._changed:
             now = time.monotonic()
+            self._batching.finished(now)
             for item, _ in answered:
                 self._batching.answered(item, now)
             self._changed.notify_all()  # there is room for more
@@ -495,6 +495,8 @@ class InferenceConsumer:
         for item, _ in answered:
             if item.prepared is not None:
                 self._engine.release(item.prepared)
+            if item.request.place[1] >= 0 and item.pixels is not None:
+                self._arenas.give_back(item.pixels)
         replies = [
             Reply(tenant=tenant, client=client, frame=pack_answers(answers))
             for (tenant, client), answers in by_client.items()

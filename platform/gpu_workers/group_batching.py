@@ -1,15 +1,20 @@
 """When to close a batch and what is in it: pure policy, told the time by its caller.
 
 Requests wait in lanes: those of one lane may share a forward. A lane is due when it holds
-`max_samples`, when its oldest request has waited `max_wait_s`, or at once when nobody else is
-expected: every answer that left lately and may come back as the sender's next request within the
-waiting time has come back ("quorum"). So a lone client never waits, a closed loop of many fills its
-batch, and clients that think for longer than `max_wait_s` hold nobody up. Of the due lanes the one
-with the oldest request goes first, so a lane waits for another one's batch, never for its queue.
+`max_samples`, when its oldest request has waited `max_wait_s` with the device free, or at once when
+nobody else is expected: every answer that left lately and may come back as the sender's next
+request within the waiting time has come back ("quorum"). So a lone client never waits, a closed
+loop of many fills its batch, and clients that think for longer than `max_wait_s` hold nobody up.
+
+The wait counts from the first moment at which the request was here and the device was free: the
+time of the batch before is not the policy's to save, and counting it would split a closed loop
+into two halves that never meet. It counts once: of the due lanes the one with the oldest request
+goes first, so a request waits for another lane's batch, never for its queue.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -67,6 +72,7 @@ class Batch(Generic[R]):
 class _Waiting(Generic[R]):
     request: R
     arrived: float
+    ready: float  # from when the wait counts; infinite while the device is busy
     started: int = 0  # samples that an earlier batch has taken
 
 
@@ -105,6 +111,7 @@ class GroupBatching(Generic[R]):
         self.quorum = quorum
         self._lanes: dict[str, deque[_Waiting[R]]] = {}
         self._answers: dict[str, dict[str, _Answers]] = {}  # lane, sender
+        self._busy = False
         self.num_samples = 0
 
     def __len__(self) -> int:
@@ -112,11 +119,19 @@ class GroupBatching(Generic[R]):
 
     def offer(self, request: R, now: float) -> None:
         """Queue a request behind those that came before."""
-        self._lanes.setdefault(request.lane, deque()).append(_Waiting(request, now))
+        ready = math.inf if self._busy else now
+        self._lanes.setdefault(request.lane, deque()).append(_Waiting(request, now, ready))
         self.num_samples += request.num_samples
         answers = self._answers.get(request.lane, {}).get(request.sender)
         if answers is not None:
             answers.came_back(now)
+
+    def finished(self, now: float) -> None:
+        """The device is free again: the batch that was taken is through."""
+        self._busy = False
+        for lane in self._lanes.values():
+            for item in lane:
+                item.ready = min(item.ready, now)
 
     def answered(self, request: R, now: float) -> None:
         """The sender has its answer: it may come back."""
@@ -185,6 +200,7 @@ class GroupBatching(Generic[R]):
             if item.started == item.request.num_samples:
                 lane.popleft()
         self._replace(name, lane)
+        self._busy = True
         batch = Batch(name, tuple(parts), now - arrived)
         self.num_samples -= batch.num_samples
         return batch
@@ -199,7 +215,7 @@ class GroupBatching(Generic[R]):
         head = lane[0]
         if head.started or self._is_full(lane):
             return head.arrived
-        limit = head.arrived + self.max_wait_s
+        limit = head.ready + self.max_wait_s
         if not self.quorum:
             return limit
         senders = self._answers.get(name, {}).values()

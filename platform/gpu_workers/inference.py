@@ -74,7 +74,8 @@ class Engine(Protocol):
     def prepare(
         self, tenant: str, client: str, request: PredictRequest, pixels: Pixels
     ) -> Any | Future[Any]:
-        """The request ready to run (with a `lane`), or a future after which to ask again."""
+        """The request ready to run (with a `lane`), or a future after which to ask again.
+        `pixels` are the caller's until the request has its answer, and then used again."""
 
     def run(self, parts: Sequence[Any]) -> tuple[list[Outcome], RunCost]:
         """An outcome per part, in order. One thread at a time."""
@@ -207,7 +208,8 @@ class InferenceModelService:
         frames = [pixels[at : at + size] for at in range(0, len(pixels), size)]
         if request.session is None:
             return [[frame] for frame in frames]
-        window = self.sessions.advance(tenant, client, request.session, frames)
+        kept = [frame.copy() for frame in frames]  # the bytes' buffer will be used again
+        window = self.sessions.advance(tenant, client, request.session, kept)
         return [list(window)]
 
     def _outcome(

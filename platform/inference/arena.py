@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,8 @@ _PREFIX = "vla-infer-"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 _ALIGNMENT = 4096
 """Of slots; the page before a slot holds its generation, the first one also the stride."""
+MAX_SIZES = 16
+MAX_BUFFER_BYTES = 32 << 20  # kept of each size
 
 
 class Arena:
@@ -95,12 +97,16 @@ class Arena:
 
 
 class ArenaReader:
-    """The reading end of all clients' arenas on this host. One thread at a time."""
+    """The reading end of all clients' arenas on this host. `read` belongs to one thread.
+
+    Buffers are used again once they are given back, for the reason that slots are.
+    """
 
     def __init__(self, *, folder: Path = SHARED_MEMORY, max_open: int = 256) -> None:
         self._folder = folder
         self._max_open = max_open
         self._open: OrderedDict[str, tuple[int, int]] = OrderedDict()  # file, stride
+        self._buffers: dict[int, deque[npt.NDArray[np.uint8]]] = {}
 
     def read(self, name: str, slot: int, generation: int, size_bytes: int) -> npt.NDArray[np.uint8]:
         """A slot's bytes. Raises `PixelsUnreachableError` where the file is not here (another
@@ -109,12 +115,30 @@ class ArenaReader:
         start = slot * stride
         if not 0 <= slot < 1 << 20 or size_bytes > stride - _ALIGNMENT:
             raise PixelsLostError("a request points outside its arena")
-        data = np.empty(size_bytes, np.uint8)
+        data = self._buffer(size_bytes)
         found = os.preadv(file, [data.data], start + _ALIGNMENT)
         after = int.from_bytes(os.pread(file, 8, start), "little")
         if found != size_bytes or after != generation:
             raise PixelsLostError("the pixels of a request are gone: its sender gave it up")
         return data
+
+    def give_back(self, data: npt.NDArray[np.uint8]) -> None:
+        """Nobody looks at what `read` gave any more. Any thread."""
+        buffers = self._buffers.get(len(data))
+        if buffers is not None:
+            buffers.append(data)
+
+    def _buffer(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        buffers = self._buffers.get(size_bytes)
+        if buffers is None:
+            if len(self._buffers) >= MAX_SIZES:
+                self._buffers.pop(next(iter(self._buffers)))
+            count = max(1, MAX_BUFFER_BYTES // max(1, size_bytes))
+            buffers = self._buffers[size_bytes] = deque(maxlen=min(128, count))
+        try:
+            return buffers.pop()
+        except IndexError:
+            return np.empty(size_bytes, np.uint8)
 
     def close(self) -> None:
         for file, _ in self._open.values():

@@ -72,8 +72,13 @@ class RequestSender(ABC):
 
     @abstractmethod
     def send(self, tenant: str, base_model: str, frame: bytes) -> None:
-        """Raises `QueueFullError` where too many of the tenant's entries wait, `AccessError`
-        where the broker refuses the tenant, `UnavailableError` where it does not answer."""
+        """Hand a frame over. Raises `QueueFullError` where too many of the tenant's entries wait,
+        `AccessError` where the broker refuses the tenant, `UnavailableError` where it does not
+        answer; or leaves that to `confirm`."""
+
+    def confirm(self) -> None:
+        """Wait until the broker has the last frame that was handed over; raises as `send` does."""
+        return None
 
     @abstractmethod
     def receive(self, *, timeout_s: float) -> list[bytes]:

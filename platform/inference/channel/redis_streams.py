@@ -73,6 +73,8 @@ class RedisStreamsChannel(RequestChannel):
         self._looked = self._claimed = float("-inf")
         self._clock_ms = 0.0  # server time minus monotonic time
         self._dead = threading.Event()
+        self._wire = _Wire(client)
+        self._settling = threading.Lock()
 
     def receive(self, *, max_entries: int, timeout_s: float) -> list[Delivery]:
         with _answers():
@@ -91,15 +93,16 @@ class RedisStreamsChannel(RequestChannel):
             return self._read(max_entries, timeout_s)
 
     def settle(self, replies: Sequence[Reply], done: Sequence[Delivery]) -> None:
-        with _answers(), self._redis.pipeline(transaction=False) as pipe:
-            for reply in replies:
-                key = replies_of(reply.tenant, reply.client)
-                pipe.rpush(key, reply.frame)
-                pipe.expire(key, REPLY_TTL_S)
-            for stream, ids in _by_stream(done).items():
-                pipe.xack(stream, GROUP, *ids)
-                pipe.xdel(stream, *ids)
-            pipe.execute()
+        commands: list[tuple[Any, ...]] = []
+        for reply in replies:
+            key = replies_of(reply.tenant, reply.client)
+            commands += [("RPUSH", key, reply.frame), ("EXPIRE", key, REPLY_TTL_S)]
+        for stream, ids in _by_stream(done).items():
+            commands += [("XACK", stream, GROUP, *ids), ("XDEL", stream, *ids)]
+        if commands:
+            with _answers(), self._settling:
+                self._wire.post(commands)
+                self._wire.collect()
 
     def renew(self, deliveries: Sequence[Delivery]) -> None:
         with _answers(), self._redis.pipeline(transaction=False) as pipe:
@@ -140,6 +143,7 @@ class RedisStreamsChannel(RequestChannel):
                 )
                 if not pending:  # deleting it with entries would lose them
                     self._redis.xgroup_delconsumer(stream, GROUP, self._consumer)
+        self._wire.close()
         self._redis.close()
 
     def _look_for_tenants(self) -> None:
@@ -224,6 +228,8 @@ class RedisStreamsSender(RequestSender):
         self._full: set[str] = set()
         self._tenants: dict[str, None] = {}  # in order of first use
         self._first = threading.Event()
+        self._wire = _Wire(client)
+        self._sent_to: str | None = None  # whose reply is still to be read
 
     def send(self, tenant: str, base_model: str, frame: bytes) -> None:
         stream = stream_of(base_model, tenant)
@@ -237,15 +243,21 @@ class RedisStreamsSender(RequestSender):
                     tenant=tenant,
                     base_model=base_model,
                 )
-            with self._redis.pipeline(transaction=False) as pipe:
-                pipe.xadd(stream, {b"f": frame})
-                pipe.xlen(stream)
-                _, waiting = pipe.execute()
-            # Asking first would cost every request a round trip; so the one after is refused.
-            if waiting >= self._max_entries:
-                self._full.add(stream)
-            else:
-                self._full.discard(stream)
+            self.confirm()
+            self._sent_to = stream
+            self._wire.post([("XADD", stream, "*", "f", frame), ("XLEN", stream)])
+
+    def confirm(self) -> None:
+        stream, self._sent_to = self._sent_to, None
+        if stream is None:
+            return
+        with _answers():
+            _, waiting = self._wire.collect()
+        # Asking first would cost every request a round trip; so the one after is refused.
+        if waiting >= self._max_entries:
+            self._full.add(stream)
+        else:
+            self._full.discard(stream)
 
     def receive(self, *, timeout_s: float) -> list[bytes]:
         if not self._first.wait(timeout_s):
@@ -262,7 +274,58 @@ class RedisStreamsSender(RequestSender):
         with contextlib.suppress(redis.RedisError):
             for tenant in self._tenants:
                 self._redis.delete(replies_of(tenant, self._client))
+        self._wire.close()
         self._redis.close()
+
+
+class _Wire:
+    """A connection of its own for commands that go out now and whose replies are read later:
+    meanwhile the caller prepares what comes next. Belongs to one thread."""
+
+    def __init__(self, client: Any) -> None:
+        self._pool = client.connection_pool
+        self._connection: Any = None
+        self._num_posted = 0
+
+    def post(self, commands: Sequence[tuple[Any, ...]]) -> None:
+        with self._intact():
+            if self._connection is None:
+                self._connection = self._pool.get_connection()
+            self._num_posted = len(commands)
+            self._connection.send_packed_command(self._connection.pack_commands(commands))
+
+    def collect(self) -> list[Any]:
+        """The replies of what was posted. Raises the first error among them."""
+        with self._intact():
+            num, self._num_posted = self._num_posted, 0
+            replies = []
+            for _ in range(num):
+                try:
+                    replies.append(self._connection.read_response())
+                except redis.ResponseError as error:
+                    replies.append(error)
+        for reply in replies:
+            if isinstance(reply, redis.ResponseError):
+                raise reply
+        return replies
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.disconnect()
+            self._pool.release(self._connection)
+            self._connection = None
+
+    @contextlib.contextmanager
+    def _intact(self) -> Iterator[None]:
+        """A connection with an unread reply would give it to the next caller: it is dropped."""
+        try:
+            yield
+        except BaseException:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.disconnect()
+                self._pool.release(connection)
+            raise
 
 
 def _by_stream(deliveries: Iterable[Delivery]) -> dict[str, list[bytes]]:
