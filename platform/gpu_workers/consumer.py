@@ -138,6 +138,7 @@ class InferenceConsumer:
         *,
         turns: DeviceTurns | None = None,
         observers: Sequence[Observer] = (),
+        arenas: ArenaReader | None = None,
         watchdog_s: float = 60.0,
         renew_s: float = 1.0,
         on_hang: Callable[[], None] = lambda: os._exit(os.EX_SOFTWARE),
@@ -150,7 +151,7 @@ class InferenceConsumer:
         self._watchdog_s = watchdog_s
         self._renew_s = renew_s
         self._on_hang = on_hang
-        self._arenas = ArenaReader()
+        self._arenas = arenas or ArenaReader()
         self._changed = threading.Condition()  # guards the batching policy and what is open
         self._open: dict[Any, _Open] = {}
         self._items: dict[tuple[str, str], _Item] = {}

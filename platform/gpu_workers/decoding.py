@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Generator, Tensor
 from torch.func import functional_call, stack_module_state, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.features import VLAFeature, stack_features
@@ -106,7 +107,8 @@ class Decoder:
             _stack_rows([one.noise for one in given]),
         ]
         dims = (0, 0, *(None if tensor is None else 0 for tensor in stacked))
-        results = vmap(act, in_dims=dims)(parameters, buffers, *stacked)
+        with sdpa_kernel(SDPBackend.MATH):  # the only attention that vectorises
+            results = vmap(act, in_dims=dims)(parameters, buffers, *stacked)
         return [result[: one.feature.num_rows] for result, one in zip(results, given, strict=True)]
 
     def _stack(self, modules: list[ActionModule]) -> tuple[Any, Any, Any]:

@@ -330,4 +330,4 @@ def split_row(
     tail = raw[at : at + 4 * row.state_dim]
     if len(tail) != 4 * row.state_dim:
         raise DataError("an observation is shorter than it says", column="state")
-    return images, np.frombuffer(tail.tobytes(), np.float32)
+    return images, np.frombuffer(tail.tobytes(), np.float32).copy()
