@@ -108,7 +108,7 @@ def main() -> None:
         observers=[InferenceMetrics(emitter.emit, base_model=options.engine)],
     )
     consumer.start()
-    sys.setswitchinterval(float(__import__("os").environ.get("SWI","0.005")))
+
     print("ready", flush=True)
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())

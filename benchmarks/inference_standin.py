@@ -7,6 +7,8 @@ core. Needs torch and numpy only, so that it runs in the peers' own environment.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -21,7 +23,7 @@ class StandIn:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         sizes = (588 + 24, *(WIDTH for _ in range(NUM_LAYERS)))
-        self.layers = [torch.nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        self.layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
         self.heads = [torch.nn.Linear(WIDTH, ACTIONS) for _ in range(num_tenants)]
 
     @torch.no_grad()
