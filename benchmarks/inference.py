@@ -148,7 +148,9 @@ class Bench:
 
     def start_peer(self, name: str, python: str) -> None:
         port = str(self.ports.get(name, 0))
-        command = (python, "inference_peers.py", "serve", name, port, self.celery_url, "16")
+        command: tuple[str, ...] = (python, f"inference_{name}.py", port)
+        if name.startswith("celery"):
+            command = (python, "inference_peers.py", "serve", name, "0", self.celery_url, "16")
         self.servers[name] = Server(name, command, self.folder)
         if name in ("mosec", "litserve"):
             path = "/metrics" if name == "mosec" else "/health"

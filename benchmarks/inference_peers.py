@@ -1,4 +1,4 @@
-"""The other servers of `benchmarks/inference.py`, each with its own best settings, and the clients.
+"""Celery's two servers of `benchmarks/inference.py`, and the clients of all.
 
 Runs in the peers' own environment (`serve`, `load`), except for our own client. All get the same
 rows: a byte for the tenant in front of `ROW_BYTES` bytes; all run `StandIn`.
@@ -24,72 +24,11 @@ import numpy as np
 from inference_standin import PIXEL_BYTES, ROW_BYTES, SIDE, StandIn, observation
 
 BATCH = 32
-MOSEC_WAIT_MS = 1  # faster than 5 at every load (measured)
-LITSERVE_WAIT_S = 0.005
 CELERY_BATCHES_WAIT_S = 0.05  # the best of 5, 50 and 300 ms
 
 
 def split(body: bytes) -> tuple[int, np.ndarray]:
     return body[0], np.frombuffer(body, np.uint8, ROW_BYTES, 1)
-
-
-def serve_mosec(port: int, url: str, num_tenants: int) -> None:
-    from mosec import Server, Worker
-
-    class Forward(Worker):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = StandIn(num_tenants)
-
-        def deserialize(self, data: bytes) -> Any:
-            return split(data)
-
-        def serialize(self, data: Any) -> bytes:
-            return data.tobytes()
-
-        def forward(self, data: list[Any]) -> list[Any]:
-            return list(self.model([row for _, row in data], [tenant for tenant, _ in data]))
-
-    sys.argv = ["mosec", "--port", str(port), "--address", "127.0.0.1", "--log-level", "error"]
-    server = Server()
-    server.append_worker(Forward, num=1, max_batch_size=BATCH, max_wait_time=MOSEC_WAIT_MS)
-    server.run()
-
-
-def serve_litserve(port: int, url: str, num_tenants: int) -> None:
-    import litserve
-
-    class Api(litserve.LitAPI):
-        def setup(self, device: Any) -> None:
-            self.model = StandIn(num_tenants)
-
-        def decode_request(self, request: Any) -> Any:
-            return split(base64.b64decode(request["row"]))
-
-        def batch(self, inputs: list[Any]) -> list[Any]:
-            return list(inputs)
-
-        def predict(self, rows: Any) -> Any:
-            return self.model([row for _, row in rows], [tenant for tenant, _ in rows])
-
-        def unbatch(self, output: Any) -> list[Any]:
-            return list(output)
-
-        def encode_response(self, output: Any) -> Any:
-            return {"actions": output.tolist()}
-
-    server = litserve.LitServer(
-        Api(max_batch_size=BATCH, batch_timeout=LITSERVE_WAIT_S),
-        accelerator="cpu",
-        fast_queue=True,
-    )
-    server.run(
-        host="127.0.0.1",
-        port=port,
-        generate_client_file=False,
-        log_level="error",
-        num_api_servers=1,
-    )
 
 
 def celery_app(url: str) -> Any:
@@ -108,7 +47,7 @@ def celery_app(url: str) -> Any:
     return app
 
 
-def serve_celery(port: int, url: str, num_tenants: int, *, batches: bool) -> None:
+def serve_celery(url: str, num_tenants: int, *, batches: bool) -> None:
     app = celery_app(url)
     model = StandIn(num_tenants)
     if batches:
@@ -250,13 +189,8 @@ def load_ours(url: str, clients: int, seconds: float, tenants: int, engine: str)
 def main() -> None:
     verb, name = sys.argv[1:3]
     if verb == "serve":
-        port, url, tenants = int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
-        if name == "mosec":
-            serve_mosec(port, url, tenants)
-        elif name == "litserve":
-            serve_litserve(port, url, tenants)
-        else:
-            serve_celery(port, url, tenants, batches=name == "celery_batches")
+        url, tenants = sys.argv[4], int(sys.argv[5])
+        serve_celery(url, tenants, batches=name == "celery_batches")
         return
     address, clients, seconds = sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
     tenants, engine = int(sys.argv[6]), sys.argv[7]
