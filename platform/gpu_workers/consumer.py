@@ -26,6 +26,7 @@ from vla_platform.errors import (
     DeadlineError,
     PlatformError,
     PoisonError,
+    QueueFullError,
     RequestError,
 )
 from vla_platform.gpu_workers.device import DeviceTurns
@@ -46,6 +47,8 @@ from vla_storage.errors import CodedError
 
 MAX_DELIVERIES = 3
 """A request whose third delivery did not end either is set aside: it ends its workers."""
+MAX_LOADING = 256
+"""Requests of one tenant that may wait for modules: they hold pixels and are not in a batch yet."""
 BACKLOG = 4  # batches that a worker takes from the channel ahead
 FETCH_S = 0.1
 RETRY_S = 0.2
@@ -155,6 +158,7 @@ class InferenceConsumer:
         self._changed = threading.Condition()  # guards the batching policy and what is open
         self._open: dict[Any, _Open] = {}
         self._items: dict[tuple[str, str], _Item] = {}
+        self._loading: dict[str, int] = defaultdict(int)  # requests that wait for a module
         self._replies: queue.SimpleQueue[
             tuple[list[_Answered] | _Refused, BatchReport | None] | None
         ] = queue.SimpleQueue()
@@ -298,14 +302,27 @@ class InferenceConsumer:
             self._answer([(item, PlatformError(f"the request could not be prepared: {error}"))])
             return False
         if isinstance(found, Future):
-            found.add_done_callback(lambda done: self._module_is_in(item, done))
+            self._wait_for_module(item, found)
             return False
         item.prepared = found
         item.lane = f"alone {item.request.request_id}" if item.alone else found.lane
         return True
 
+    def _wait_for_module(self, item: _Item, loading: Future[Any]) -> None:
+        with self._changed:
+            self._loading[item.tenant] += 1
+            is_too_many = self._loading[item.tenant] > MAX_LOADING
+        if is_too_many:
+            loading = Future()
+            loading.set_exception(
+                QueueFullError("too many requests wait for a module to load", tenant=item.tenant)
+            )
+        loading.add_done_callback(lambda done: self._module_is_in(item, done))
+
     def _module_is_in(self, item: _Item, done: Future[Any]) -> None:
         """Called by a loading thread."""
+        with self._changed:
+            self._loading[item.tenant] -= 1
         error = CancelledError() if done.cancelled() else done.exception()
         if error is None:
             if self._prepare(item):

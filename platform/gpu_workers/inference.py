@@ -28,6 +28,7 @@ from vla_platform.gpu_workers.sessions import SessionWindows
 from vla_platform.inference.protocol import Prediction, PredictRequest, split_row
 from vla_storage.errors import CodedError
 
+CAMERA_PREFIX = "observation.images."
 Pixels = npt.NDArray[np.uint8]
 SaveFeatures = Callable[[str, str, dict[str, npt.NDArray[Any]]], None]
 """`save(tenant, key, columns)`: puts rows' features into the payload store."""
@@ -168,6 +169,7 @@ class InferenceModelService:
         mounted: MountedModule,
     ) -> PreparedRequest:
         module, schema = mounted.module, mounted.module.schema
+        cameras = _cameras(request, mounted)
         _check(request, mounted, saves=self._save_features is not None)
         rows: list[Row] = []
         states: list[npt.NDArray[np.float32] | None] = []
@@ -178,7 +180,7 @@ class InferenceModelService:
             images, state = [], None
             for frame in frames:
                 found, state = split_row(request.row, frame)
-                images += [resize(found[name], schema.image_size) for name in schema.cameras]
+                images += [resize(found[name], schema.image_size) for name in cameras]
             used = None
             if reads_state(schema):
                 assert state is not None
@@ -247,6 +249,29 @@ def row_seed(request: PredictRequest, row: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+def _cameras(request: PredictRequest, mounted: MountedModule) -> list[str]:
+    """The observation's names of the schema's cameras, in the schema's order.
+
+    A schema names a dataset's feature (`observation.images.top`), an environment its camera
+    (`top`): both are taken.
+    """
+    given = {name for name, _, _ in request.row.cameras}
+    wanted = mounted.module.schema.cameras
+    found = [
+        next((name for name in (key, key.removeprefix(CAMERA_PREFIX)) if name in given), None)
+        for key in wanted
+    ]
+    missing = [key for key, name in zip(wanted, found, strict=True) if name is None]
+    if missing:
+        raise DataError(
+            f"{mounted.policy_key} looks through {', '.join(wanted)}; "
+            f"the observation has {', '.join(sorted(given))} and lacks {', '.join(missing)}",
+            column=missing[0],
+            policy_key=mounted.policy_key,
+        )
+    return [name for name in found if name is not None]
+
+
 def _check(request: PredictRequest, mounted: MountedModule, *, saves: bool) -> None:
     schema = mounted.module.schema
     where = {"policy_key": mounted.policy_key, "version": mounted.version}
@@ -254,15 +279,6 @@ def _check(request: PredictRequest, mounted: MountedModule, *, saves: bool) -> N
         raise DataError(
             f"{mounted.policy_key} has schema {schema.signature[:12]}, "
             f"not {request.signature[:12]} as asked for",
-            **where,
-        )
-    given = [name for name, _, _ in request.row.cameras]
-    missing = [name for name in schema.cameras if name not in given]
-    if missing:
-        raise DataError(
-            f"{mounted.policy_key} looks through {', '.join(schema.cameras)}; "
-            f"the observation lacks {', '.join(missing)}",
-            column=missing[0],
             **where,
         )
     if reads_state(schema) and request.row.state_dim != schema.state_dim:

@@ -52,8 +52,15 @@ class KombuChannel(RequestChannel):
     """All of kombu happens under one lock: its connections belong to one thread at a time."""
 
     def __init__(
-        self, connection: Connection, base_model: str, *, tenants: Callable[[], Iterable[str]]
+        self,
+        connection: Connection,
+        base_model: str,
+        *,
+        tenants: Callable[[], Iterable[str]],
+        prefetch: int = PREFETCH,
     ) -> None:
+        """`prefetch`, messages taken ahead, has to be no less than a batch (PF-13)."""
+        self._prefetch = prefetch
         self._connection = connection
         self._base = base_model
         self._tenants = tenants
@@ -126,7 +133,7 @@ class KombuChannel(RequestChannel):
         self._looked = now
         if self._consumer is None:
             channel = self._connection.channel()
-            self._consumer = Consumer(channel, on_message=self._take, prefetch_count=PREFETCH)
+            self._consumer = Consumer(channel, on_message=self._take, prefetch_count=self._prefetch)
             self._queues.clear()
         try:
             names = set(self._tenants())
