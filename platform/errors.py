@@ -16,6 +16,15 @@ CodedError (vla_storage.errors)
     ├── WorkloadFailedError       client: the run ended in `failed`; carries the reason
     ├── WorkloadCancelledError    client: the run ended in `cancelled` (user)
     ├── ResultTimeoutError        client: not finished in time; the run goes on; retry helps
+    ├── InferenceError
+    │   ├── RequestError          client: the request itself is malformed (user)
+    │   ├── UnsupportedError      client: the policy's module cannot give what is asked for (user)
+    │   ├── DeadlineError         client: no answer within its timeout; retry helps
+    │   ├── QueueFullError        client: too many of the tenant's requests wait; retry later
+    │   ├── HistoryLostError      proxy: the session's window is gone; it sends the whole window
+    │   ├── PixelsUnreachableError proxy: worker on another host; it sends the bytes themselves
+    │   ├── PixelsLostError       proxy: the slot was used again; the sender had given up
+    │   └── PoisonError           client: the request ended several workers; it is set aside
     ├── UnavailableError          client: broker or store does not answer; retry helps
     ├── ConfigurationError        start-up: settings or services break a rule; says which
     └── LedgerError
@@ -34,19 +43,28 @@ __all__ = [
     "ConflictError",
     "DataError",
     "DatasetError",
+    "DeadlineError",
     "DivergedError",
     "Fault",
+    "HistoryLostError",
     "IllegalTransitionError",
+    "InferenceError",
     "LeaseLostError",
     "LedgerError",
     "ModuleLoadError",
     "NotFoundError",
+    "PixelsLostError",
+    "PixelsUnreachableError",
     "PlatformError",
+    "PoisonError",
+    "QueueFullError",
     "QuotaError",
+    "RequestError",
     "ResultTimeoutError",
     "SpecError",
     "TenantError",
     "UnavailableError",
+    "UnsupportedError",
     "WorkloadCancelledError",
     "WorkloadFailedError",
 ]
@@ -137,6 +155,53 @@ class WorkloadCancelledError(PlatformError):
 class ResultTimeoutError(PlatformError):
     code = "result_timeout"
     retryable = True
+
+
+class InferenceError(PlatformError):
+    """Base of what `predict` raises; `details["request_id"]` names the request."""
+
+    code = "inference"
+
+
+class RequestError(InferenceError):
+    code = "request_invalid"
+    fault = Fault.USER
+
+
+class UnsupportedError(InferenceError):
+    code = "unsupported"
+    fault = Fault.USER
+
+
+class DeadlineError(InferenceError):
+    code = "deadline"
+    retryable = True
+
+
+class QueueFullError(InferenceError):
+    code = "queue_full"
+    retryable = True
+
+
+class HistoryLostError(InferenceError):
+    code = "history_lost"
+    retryable = True
+
+
+class PixelsUnreachableError(InferenceError):
+    code = "pixels_unreachable"
+    retryable = True
+
+
+class PixelsLostError(InferenceError):
+    code = "pixels_lost"
+    retryable = True
+
+
+class PoisonError(InferenceError):
+    """`details["attempts"]` counts the deliveries."""
+
+    code = "poison"
 
 
 class UnavailableError(PlatformError):

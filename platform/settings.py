@@ -50,6 +50,12 @@ class Settings(BaseModel):
     feature_cache_bytes: int = Field(512 << 20, ge=0, description="0 switches the cache off")
     max_group: int = Field(8, ge=1, description="training jobs that may share one backbone forward")
     lease_s: float = Field(10.0, gt=0.5, description="how long a silent worker keeps its work")
+    gpu_roles: str = Field("training,inference", description="what a GPU worker does, by comma")
+    inference_batch: int = Field(32, ge=1, description="samples of one batch at most")
+    inference_wait_ms: float = Field(5.0, ge=0.0, description="longest wait for a fuller batch")
+    inference_watchdog_s: float = Field(120.0, gt=0.0, description="a longer forward hangs")
+    module_device_bytes: int = Field(1 << 30, ge=0, description="idle modules kept on the device")
+    module_host_bytes: int = Field(4 << 30, ge=0, description="modules kept in memory in all")
     slice_s: float = Field(5.0, gt=0.0, description="longest run of one draining task")
     reconcile_s: float = Field(2.0, gt=0.0)
     max_running_per_tenant: int = Field(4, ge=1)
@@ -73,6 +79,9 @@ class Settings(BaseModel):
 
     def roots(self) -> tuple[Path, ...]:
         return tuple(Path(part).resolve() for part in self.dataset_roots.split(":") if part)
+
+    def does(self, gpu_role: str) -> bool:
+        return gpu_role in self.gpu_roles.split(",")
 
     def served_models(self) -> dict[str, str]:
         """Base model name to hub id, local path or built-in name."""

@@ -1,7 +1,10 @@
 """What tenants import: `from vla_platform.client import Platform`."""
 
+from vla_platform.client.inference import InferenceProxy
 from vla_platform.client.platform import Platform
 from vla_platform.client.runs import Run, RunStatus
+from vla_platform.envs.base import Observation
+from vla_platform.inference.protocol import Prediction
 from vla_platform.specs import (
     AdamWSpec,
     CheckpointSpec,
@@ -21,9 +24,12 @@ __all__ = [
     "FlowMatchingModule",
     "FrameColumn",
     "Frames",
+    "InferenceProxy",
     "LimitsSpec",
     "OFTModule",
+    "Observation",
     "Platform",
+    "Prediction",
     "Run",
     "RunStatus",
     "SFTSpec",

@@ -16,8 +16,8 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from vla_platform.broker import ingress_queue, queue
-from vla_platform.errors import AccessError, PlatformError, SpecError, UnavailableError
-from vla_storage.errors import CodedError
+from vla_platform.client.wire_errors import to_error
+from vla_platform.errors import AccessError, SpecError, UnavailableError
 from vla_storage.objects import S3ObjectStore
 from vla_storage.payloads import PayloadStore, RedisPayloadStore
 
@@ -55,6 +55,11 @@ class Connection:
         self._app = Celery("vla-client", broker=broker, set_as_current=False)
         self._app.conf.update(task_serializer="json", accept_content=["json"])
         self._queue = queue(ingress_queue(self.tenant))
+
+    @property
+    def payload_url(self) -> str | None:
+        """Where inference requests go, with the tenant's own user."""
+        return self._payload_urls[0] if self._payload_urls else None
 
     @functools.cached_property
     def payloads(self) -> PayloadStore:
@@ -140,15 +145,3 @@ def _answer(reply: dict[str, Any]) -> Any:
     if "error" in reply:
         raise to_error(reply["error"])
     return reply["result"]
-
-
-def to_error(wire: dict[str, Any]) -> CodedError:
-    """The typed error again, from its wire form."""
-    pending: list[type[CodedError]] = [CodedError]
-    while pending:
-        kind = pending.pop()
-        if kind.code == wire.get("code"):
-            return kind(str(wire.get("message")), **wire.get("details", {}))
-        pending.extend(kind.__subclasses__())
-    details = {"wire_code": wire.get("code"), **wire.get("details", {})}
-    return PlatformError(str(wire.get("message")), **details)

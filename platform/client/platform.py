@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from vla_platform.client.connection import Connection, answers
+from vla_platform.client.inference import DEFAULT_TIMEOUT_S, InferenceProxy
 from vla_platform.client.payload_queue import PayloadQueue
 from vla_platform.client.runs import Run
+from vla_platform.envs.base import Observation
+from vla_platform.errors import NotFoundError, SpecError
+from vla_platform.inference.protocol import Prediction
 from vla_platform.specs import WorkloadSpec, canonical_json, parse_spec
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.manifests import Manifest
@@ -23,6 +28,8 @@ class Platform(PayloadQueue):
         self._connection = Connection(url)
         self.tenant = self._connection.tenant
         self._checkpoints = CheckpointStore(objects=self._connection.objects, tenant_id=self.tenant)
+        self._proxy: InferenceProxy | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -36,7 +43,75 @@ class Platform(PayloadQueue):
         self.close()
 
     def close(self) -> None:
+        with self._lock:
+            proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            proxy.close()
         self._connection.close()
+
+    def predict(
+        self,
+        observations: Observation | Sequence[Observation],
+        *,
+        policy: str,
+        version: int | str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **options: Any,
+    ) -> Prediction:
+        """Action chunks of a trained policy, un-normalised. Shape of `actions`: (B, H, A).
+
+        `version`: a policy version, a checkpoint id, or None for the current one. Options and
+        errors: see `InferenceProxy.predict`.
+        """
+        return self._inference().predict(
+            observations,
+            tenant=self.tenant,
+            policy=policy,
+            version=version,
+            timeout_s=timeout_s,
+            **options,
+        )
+
+    async def predict_async(
+        self,
+        observations: Observation | Sequence[Observation],
+        *,
+        policy: str,
+        version: int | str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **options: Any,
+    ) -> Prediction:
+        """The same for asyncio."""
+        return await self._inference().predict_async(
+            observations,
+            tenant=self.tenant,
+            policy=policy,
+            version=version,
+            timeout_s=timeout_s,
+            **options,
+        )
+
+    def _inference(self) -> InferenceProxy:
+        with self._lock:
+            if self._proxy is None:
+                url = self._connection.payload_url
+                if url is None:
+                    raise SpecError(
+                        "this platform URL names no payload server, which predictions need; "
+                        "ask the operator for a new one (`vla tenants add`)",
+                        problems=[],
+                    )
+                self._proxy = InferenceProxy.connect(url, self._base_model_of)
+            return self._proxy
+
+    def _base_model_of(self, tenant: str, policy: str) -> str:
+        with answers():
+            found = self._connection.redis.hget(self._connection.key("policies"), policy)
+        if found is None:
+            raise NotFoundError(
+                f"no policy {tenant}/{policy[:80]}", policy_key=f"{tenant}/{policy[:80]}"
+            )
+        return str(found)
 
     def submit(self, spec: WorkloadSpec | Mapping[str, Any], *, timeout_s: float = 60.0) -> Run:
         """Enqueue a workload; returns when the platform has accepted it for good.

@@ -9,7 +9,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vla_platform.client.connection import Connection, answers, to_error
+from vla_platform.client.connection import Connection, answers
+from vla_platform.client.wire_errors import to_error
 from vla_platform.control.states import WorkloadState, is_terminal
 from vla_platform.errors import (
     NotFoundError,

@@ -39,7 +39,7 @@ _ERRORS = {
 _FILES = ("core", "workloads", "jobs", "workers")
 _OPERATIONS = (
     *("submit", "restore", "prepared", "admit", "pause", "resume"),
-    *("checkpointed", "finish", "fail", "cancel"),
+    *("checkpointed", "publish_version", "finish", "fail", "cancel"),
     *("reserve", "mark", "lease_stage", "renew", "drop", "complete", "release"),
     *("lease_group", "heartbeat", "leave", "rewind", "expire", "pending", "review"),
 )
@@ -307,6 +307,36 @@ class Ledger:
     def _ready_queues(self, base_model: str) -> list[str]:
         owners = self._redis.zrange("vla:workers", 0, -1)
         return [f"vla:ready:{base_model}", *(f"vla:ready:{base_model}:{name}" for name in owners)]
+
+    # --- versions for inference ---
+
+    def publish_version(self, policy_key: str, version: int, *, base_model: str) -> int:
+        """Make a version the current one unless a newer one is; returns the current one."""
+        return int(self._call("publish_version", policy_key, version, base_model))
+
+    def current_version(self, policy_key: str) -> int | None:
+        """What inference serves by default; None where nothing was published yet."""
+        with _answers():
+            found = self._redis.hget(f"vla:policy:{policy_key}", "current_version")
+        return None if found is None else int(found)
+
+    def base_model_of(self, tenant: str, policy: str) -> str:
+        """Raises `NotFoundError`, the same for another tenant's policy."""
+        with _answers():
+            found = self._redis.hget(f"vla:t:{tenant}:policies", policy)
+        if found is None:
+            raise NotFoundError(f"no policy {tenant}/{policy}", policy_key=f"{tenant}/{policy}")
+        return str(found)
+
+    def wait_for_published(
+        self, after: str = "$", *, timeout_s: float
+    ) -> tuple[str, list[tuple[str, int]]]:
+        """Notices of new versions after `after`, and where to go on from there."""
+        with _answers():
+            found = self._redis.xread({"vla:published": after}, block=int(timeout_s * 1000))
+        entries = found[0][1] if found else []
+        last = entries[-1][0] if entries else after
+        return last, [(fields["policy"], int(fields["version"])) for _, fields in entries]
 
     # --- for the reconciler ---
 

@@ -1,4 +1,5 @@
-"""A tenant's access to the payload Redis: its own `<tenant>:payload:` keys, within its quota.
+"""A tenant's access to the payload Redis: its own `<tenant>:payload:` keys, within its quota, and
+its own streams of inference requests.
 
 The server keeps nothing: after a restart users, quotas and functions are applied again, from the
 records in S3.
@@ -20,18 +21,25 @@ from vla_storage.payloads.redis_index import load_functions, quota_key
 _COMMANDS = (
     "-@all +@connection -client +client|setinfo +client|setname +client|id +ping +info "
     "+fcall +get +getrange +psetex +unlink +pexpire +pexpireat +exists +pttl +time "
-    "+hget +hset +hdel +hexists +hkeys +hgetall +sadd +smembers"
+    "+hget +hset +hdel +hexists +hkeys +hgetall +sadd +smembers "
+    "+xadd +xlen +blmpop +lmpop +del"
 )
 
 
 def payload_acl_rules(tenant: Tenant) -> list[str]:
-    """The colon after the tenant keeps `a` out of `ab` (bad-inputs B05)."""
+    """The colon after the tenant keeps `a` out of `ab` (bad-inputs B05).
+
+    Streams are `infer:<base model>:<tenant>`, so the end of the name is the tenant; nobody reads a
+    stream back, and nobody but the owner writes it.
+    """
     name = tenant.tenant_id
     return [
         "reset",
         "on",
         f"#{tenant.password_sha256}",
         f"~{name}:payload:*",
+        f"~infer:*:{name}",
+        f"~{name}:infer:*",
         f"%R~{quota_key(name)}",
         "resetchannels",
         *_COMMANDS.split(),

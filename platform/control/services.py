@@ -25,7 +25,7 @@ class Services:
     ledger: Ledger
     objects: S3ObjectStore
     payloads: PayloadStore
-    payload_clients: tuple[redis.Redis, ...]  # for users and functions
+    payload_clients: tuple[redis.Redis, ...]  # for users and functions; the first has the streams
     emitter: Emitter
 
     @property

@@ -33,13 +33,18 @@ class Frame(NamedTuple):
 
 
 def make_frame(picture: Pixels, size: int) -> Frame:
-    """Resize the whole picture to (size, size), bicubic, aspect ratio not kept, as StarVLA does."""
+    """A picture as the model takes it, named by its digest."""
+    pixels = resize(picture, size)
+    digest = hashlib.blake2b(pixels.data, digest_size=DIGEST_BYTES).digest()
+    return Frame(pixels, np.frombuffer(digest, np.uint8))
+
+
+def resize(picture: Pixels, size: int) -> Pixels:
+    """The whole picture at (size, size), bicubic, aspect ratio not kept, as StarVLA does."""
     if picture.shape[:2] != (size, size):
         image = Image.fromarray(picture).resize((size, size), Image.Resampling.BICUBIC)
         picture = np.asarray(image)
-    pixels = np.ascontiguousarray(picture)
-    digest = hashlib.blake2b(pixels.data, digest_size=DIGEST_BYTES).digest()
-    return Frame(pixels, np.frombuffer(digest, np.uint8))
+    return np.ascontiguousarray(picture)
 
 
 class FrameSource:

@@ -147,6 +147,15 @@ class Backbone:
             tokenizer_digest=tokens,
         )
 
+    def facts(self) -> dict[str, Any]:
+        """What admission must know of the base model."""
+        return {
+            "digest": self.digest,
+            "preprocessing_digest": self.preprocessing_digest,
+            "image_size": self.image_size,
+            "hidden_dim": self.hidden_dim,
+        }
+
     def verify(self) -> None:
         """Raise `BackboneChangedError` where a parameter or buffer is not what was loaded."""
         found = digest_of(self._model)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 import torch
 from celery import Celery, bootsteps
+from kombu.exceptions import OperationalError
 
 from vla_platform.control.services import services
 from vla_platform.errors import ConfigurationError
 from vla_platform.gpu_workers.backbone import Backbone
+from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.feature_cache import FeatureCache
 from vla_platform.gpu_workers.runner import TrainingRunner
+from vla_platform.gpu_workers.serving import InferenceServer
 from vla_platform.gpu_workers.training import TrainingModelService, use_one_thread
 
 _log = logging.getLogger(__name__)
 _runners: dict[str, TrainingRunner] = {}
+_servers: dict[str, InferenceServer] = {}
 
 
 def runner(base_model: str) -> TrainingRunner:
@@ -31,7 +36,7 @@ def runner(base_model: str) -> TrainingRunner:
 
 
 class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Loads at worker start; publishes what is staged at shutdown."""
+    """Loads at worker start; at shutdown, answers what waits and publishes what is staged."""
 
     def start(self, parent: Any) -> None:
         settings = services().settings
@@ -41,21 +46,45 @@ class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
         if device == "cpu":
             use_one_thread()
         services().ledger.load()
+        turns = DeviceTurns()  # one device, whatever is on it
         for name, source in settings.served_models().items():
             backbone = Backbone.load(source, device=device)
-            size = settings.feature_cache_bytes
-            service = TrainingModelService(
-                backbone,
-                cache=FeatureCache(size) if size else None,
-                mixed_precision=settings.mixed_precision,
-            )
-            _runners[name] = TrainingRunner(services(), service, base_model=name)
-            services().ledger.register_base_model(name, service.facts())
+            if settings.does("training"):
+                size = settings.feature_cache_bytes
+                service = TrainingModelService(
+                    backbone,
+                    cache=FeatureCache(size) if size else None,
+                    mixed_precision=settings.mixed_precision,
+                    between=turns.pause,
+                )
+                _runners[name] = TrainingRunner(services(), service, base_model=name, turns=turns)
+            services().ledger.register_base_model(name, backbone.facts())
+            if settings.does("inference"):
+                _servers[name] = InferenceServer(
+                    services(),
+                    backbone,
+                    base_model=name,
+                    turns=turns,
+                    dispatch=functools.partial(_dispatch, parent),
+                )
+                _servers[name].start()
             _log.info("action=base_model_loaded name=%s digest=%s", name, backbone.digest)
 
     def stop(self, parent: Any) -> None:
+        for server in _servers.values():
+            server.stop()
         for one in _runners.values():
             one.close()
+
+
+def _dispatch(parent: Any, kind: str, **fields: Any) -> None:
+    """A Celery event of this worker; left out while the broker is away."""
+    dispatcher = getattr(getattr(parent, "consumer", None), "event_dispatcher", None)
+    if dispatcher is not None and dispatcher.enabled:
+        try:
+            dispatcher.send(kind, **fields)
+        except (OperationalError, OSError) as error:
+            _log.warning("action=event_lost kind=%s reason=%s", kind, error)
 
 
 def install(app: Celery) -> None:

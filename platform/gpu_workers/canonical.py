@@ -12,6 +12,7 @@ padding enters the matrix shapes of attention, and only equal shapes give bit-eq
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,6 +146,7 @@ class Canonicalizer:
     tokenizer: Any
     image: ImageFormat
     _layouts: dict[tuple[str, int, int], Layout] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
         token = self._special
@@ -179,9 +181,10 @@ class Canonicalizer:
         key = (prompt, num_images, num_queries)
         found = self._layouts.get(key)
         if found is None:
-            if len(self._layouts) >= MAX_CACHED_LAYOUTS:
-                self._layouts.clear()
-            found = self._layouts[key] = self._build(prompt, num_images, num_queries)
+            with self._lock:  # tokenizers refuse a second thread while one encodes
+                if len(self._layouts) >= MAX_CACHED_LAYOUTS:
+                    self._layouts.clear()
+                found = self._layouts[key] = self._build(prompt, num_images, num_queries)
         return found
 
     def _build(self, prompt: str, num_images: int, num_queries: int) -> Layout:

@@ -62,10 +62,14 @@ class FeatureEncoder:
         *,
         cache: FeatureCache | None = None,
         max_rows: int | None = None,
+        share_length: bool = False,
     ) -> None:
+        """`share_length` pads the rows of one call to the longest of them: fewer forwards, equal
+        to each row's own length within 1e-5 in float32, not bit by bit."""
         self.backbone = backbone
         self.cache = cache
         self.max_rows = max_rows or MAX_ROWS.get(backbone.device.type, MAX_ROWS_ELSEWHERE)
+        self.share_length = share_length
         self.num_forwards = 0
         self.num_rows_encoded = 0
         self._base = f"{backbone.digest} {backbone.preprocessing_digest}".encode()
@@ -95,6 +99,8 @@ class FeatureEncoder:
             )
             pending.setdefault(layout.padded_length, []).append((at, layout))
         hit = [feature is not None for feature in features]
+        if self.share_length and pending:
+            pending = {max(pending): sorted(m for part in pending.values() for m in part)}
         for length in sorted(pending):
             members = pending[length]
             for start in range(0, len(members), self.max_rows):

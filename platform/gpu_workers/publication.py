@@ -129,6 +129,12 @@ class CheckpointPublisher:
             checkpoint=manifest.checkpoint_id,
             step=manifest.step,
         )
+        # Inference serves the newest checkpoint that anybody can verify.
+        ledger.publish_version(
+            f"{store.tenant_id}/{manifest.policy}",
+            manifest.policy_version,
+            base_model=ledger.workload(run)["base_model"],
+        )
         values = {
             "step": manifest.step,
             "checkpoint": manifest.checkpoint_id,

@@ -22,6 +22,7 @@ from vla_platform.control.training_job import Progress, TrainingJob
 from vla_platform.control.workloads import load_prepared, load_spec
 from vla_platform.errors import BackboneChangedError, LedgerError
 from vla_platform.failpoints import Failpoint, reach
+from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
 from vla_platform.gpu_workers.slots import SlotConfig, SlotState
 from vla_platform.gpu_workers.training import TrainingModelService, TrainItem, TrainResult
@@ -36,8 +37,14 @@ class TrainingRunner:
     """One per GPU worker and base model. `drain` is called by one thread at a time."""
 
     def __init__(
-        self, services: Services, service: TrainingModelService, *, base_model: str
+        self,
+        services: Services,
+        service: TrainingModelService,
+        *,
+        base_model: str,
+        turns: DeviceTurns | None = None,
     ) -> None:
+        self._turns = turns or DeviceTurns()
         self._services = services
         self._service = service
         self._base_model = base_model
@@ -121,7 +128,8 @@ class TrainingRunner:
                     ready.append((job, item))
         train = [pair for pair in ready if pair[0].domain == Domain.TRAIN]
         reach(Failpoint.BEFORE_STEP)
-        outcomes = self._service.train_group([item for _, item in train])
+        with self._turns.training():
+            outcomes = self._service.train_group([item for _, item in train])
         reach(Failpoint.AFTER_STEP)
         done = 0
         for (job, _), outcome in zip(train, outcomes, strict=True):
@@ -213,7 +221,8 @@ class TrainingRunner:
     def _heldout(self, item: TrainItem) -> dict[str, Any] | CodedError:
         begun = time.monotonic()
         try:
-            loss = self._service.heldout_loss(item.policy_key, item.columns)
+            with self._turns.training():
+                loss = self._service.heldout_loss(item.policy_key, item.columns)
         except CodedError as error:
             return error
         cost_s = time.monotonic() - begun
@@ -307,7 +316,9 @@ class TrainingRunner:
                     finally:
                         self._training.release()
                 # Again and again: a control Redis that was emptied must learn it anew.
-                self._services.ledger.register_base_model(self._base_model, self._service.facts())
+                self._services.ledger.register_base_model(
+                    self._base_model, self._service.backbone.facts()
+                )
                 self._services.ledger.heartbeat(self.worker, lease_s=lease_s, jobs=self._leased)
             except CodedError as error:
                 _log.warning("action=heartbeat_failed reason=%s", error)

@@ -9,7 +9,7 @@ The service knows no queue, store or thread; one thread at a time may call it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,13 @@ class TrainingModelService:
         *,
         cache: FeatureCache | None = None,
         mixed_precision: MixedPrecision = "no",
+        between: Callable[[], None] = lambda: None,
     ) -> None:
-        """`cache=None` encodes every row every time."""
+        """`cache=None` encodes every row every time; `between` runs between two updates."""
         self.backbone = backbone
         self.encoder = FeatureEncoder(backbone, cache=cache)
         self.mixed_precision: MixedPrecision = mixed_precision
+        self._between = between
         self._slots: dict[str, Slot] = {}
 
     def mount(
@@ -125,15 +127,6 @@ class TrainingModelService:
         except KeyError:
             raise NotFoundError(f"{policy_key} is not mounted", policy_key=policy_key) from None
 
-    def facts(self) -> dict[str, Any]:
-        """What admission must know of the base model."""
-        return {
-            "digest": self.backbone.digest,
-            "preprocessing_digest": self.backbone.preprocessing_digest,
-            "image_size": self.backbone.image_size,
-            "hidden_dim": self.backbone.hidden_dim,
-        }
-
     @property
     def mounted(self) -> tuple[str, ...]:
         return tuple(self._slots)
@@ -151,6 +144,7 @@ class TrainingModelService:
         first = 0
         for at, one in prepared.items():
             stop = first + len(one.rows)
+            self._between()
             try:
                 outcomes[at] = self._update(one, encoded, first, stop, len(prepared))
             except BackboneChangedError:

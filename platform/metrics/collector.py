@@ -32,6 +32,17 @@ SAMPLES = Counter("vla_samples_total", "Training rows", ["tenant", "workload"])
 CACHE_HITS = Counter("vla_feature_cache_hits_total", "Rows whose features were known", ["tenant"])
 LOSS = Gauge("vla_loss", "Last training loss", ["tenant", "workload"])
 GROUP_SIZE = Gauge("vla_group_size", "Jobs in the last shared forward", [])
+REQUESTS = Counter("vla_inference_requests_total", "Requests answered", ["tenant", "base_model"])
+BACKBONE = Counter(
+    "vla_inference_backbone_seconds_total",
+    "Seconds of the shared forward, split by tokens",
+    ["tenant", "base_model"],
+)
+BATCH_SIZE = Gauge("vla_inference_batch_size", "Mean samples of a batch", ["base_model"])
+FORWARD = Gauge("vla_inference_forward_ms", "Mean time of a forward", ["base_model"])
+DECODE = Gauge("vla_inference_decode_ms", "Mean time of decoding a batch", ["base_model"])
+WAITED = Gauge("vla_inference_waited_ms", "Longest wait for a batch", ["tenant", "base_model"])
+DEPTH = Gauge("vla_inference_queue_depth", "Samples that wait in a worker", ["base_model"])
 READY = Gauge("vla_ready_jobs", "Training jobs that wait", ["base_model"])
 
 _log = logging.getLogger(__name__)
@@ -72,14 +83,27 @@ def _store(objects: ObjectStore, entries: list[Entry]) -> None:
 
 
 def _count(tenant: str, workload: str, event: dict[str, Any]) -> None:
+    values = event["values"]
+    if event["kind"] == "inference":
+        _count_inference(tenant, values)
     if event["kind"] != "step":
         return
-    values = event["values"]
     STEPS.labels(tenant, workload).inc()
     SAMPLES.labels(tenant, workload).inc(values["samples"])
     CACHE_HITS.labels(tenant).inc(values["cache_hits"])
     LOSS.labels(tenant, workload).set(values["loss"])
     GROUP_SIZE.set(values["group_size"])
+
+
+def _count_inference(tenant: str, values: dict[str, Any]) -> None:
+    base_model = values["base_model"]
+    REQUESTS.labels(tenant, base_model).inc(values["requests"])
+    BACKBONE.labels(tenant, base_model).inc(values["backbone_s"])
+    WAITED.labels(tenant, base_model).set(values["waited_ms"])
+    BATCH_SIZE.labels(base_model).set(values["batch_size"])
+    FORWARD.labels(base_model).set(values["forward_ms"])
+    DECODE.labels(base_model).set(values["decode_ms"])
+    DEPTH.labels(base_model).set(values["queue_depth"])
 
 
 def main() -> None:

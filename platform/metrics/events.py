@@ -28,7 +28,7 @@ class Event:
 
     tenant: str
     workload: str
-    kind: str  # step | heldout | checkpoint | state
+    kind: str  # step | heldout | checkpoint | state | inference
     values: dict[str, Any] = field(default_factory=dict)
     at: float = field(default_factory=time.time)  # seconds since the epoch
     version: int = 1

@@ -137,6 +137,26 @@ def test_a_run_learns_and_ends_with_a_verified_checkpoint(stack, undisturbed):
         assert states == ["pending", "running", "succeeded"]
 
 
+def test_a_trained_policy_acts_and_for_its_own_tenant_only(stack, undisturbed):
+    """The way of an environment loop: observation in, un-normalised action chunk out."""
+    _, _, platforms = stack
+    seen = Tabletop().reset(seed=3)
+    platform, checkpoint = platforms["a"], undisturbed["a"].status().checkpoint
+    current = platform.predict(seen, policy="alone", timeout_s=TIMEOUT_S)
+    pinned = platform.predict([seen, seen], policy="alone", version=checkpoint)
+    assert (1, *pinned.actions.shape[1:]) == current.actions.shape
+    assert STEPS == current.policy_version == pinned.policy_version
+    assert current.module_digest == pinned.module_digest
+    assert np.abs(current.actions - pinned.actions[1]).max() <= 1e-5
+    for options in ({"policy": "never"}, {"policy": "alone", "version": 10_000}):
+        with pytest.raises(NotFoundError):
+            platform.predict(seen, **options)
+    with pytest.raises(NotFoundError):
+        platforms["ab"].predict(seen, policy="alone", version=checkpoint)
+    first = f"alone/{undisturbed['a'].id}/10"
+    assert platform.predict(seen, policy="alone", version=first).policy_version == 10
+
+
 def test_together_equals_alone_to_the_bit(stack, undisturbed):
     """Whether jobs meet in a group is a matter of timing, so pairs run until some did."""
     _, admin, platforms = stack

@@ -18,6 +18,8 @@
 --   vla:policy:<policy_key>      hash   running workload, policy_version, slot owner and fence
 --   vla:workers                  zset   training worker -> when it counts as dead (ms)
 --   vla:slots:<worker>           set    policies whose slots it owns
+--   vla:t:<tenant>:policies      hash   policy -> base model
+--   vla:published                stream policy, version: notices of new current versions
 --   vla:ready:<base>             zset   next job of each policy whose slot is free -> rank
 --   vla:ready:<base>:<worker>    zset   the same for policies whose slot that worker owns
 --   vla:stage:<stage>[:<base>]   zset   jobs that wait for a stage -> rank
@@ -39,6 +41,11 @@ local function hash(key)
   local flat, out = redis.call('HGETALL', key), {}
   for i = 1, #flat, 2 do out[flat[i]] = flat[i + 1] end
   return out
+end
+
+local function remember_policy(policy_key, base_model)
+  local tenant, name = string.match(policy_key, '^([^/]+)/(.*)$')
+  redis.call('HSET', 'vla:t:' .. tenant .. ':policies', name, base_model)
 end
 
 -- Some fields of a hash: what most operations need of a job costs half of all of them.

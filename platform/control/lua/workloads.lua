@@ -14,6 +14,7 @@ local function submit(_, args)
   set_workload(id, fields.tenant, 'id', id, 'created', at, 'position', 0, 'step', 0,
     'next_position', 0, 'incarnation', 0, 'durable_position', 0, 'durable_step', 0, 'prepared', 0)
   redis.call('ZADD', 'vla:t:' .. fields.tenant .. ':workloads', at, id)
+  remember_policy(fields.policy_key, fields.base_model)
   record(id, fields, 'pending', '')
   return 1
 end
@@ -33,7 +34,10 @@ local function restore(_, args)
   local policy = 'vla:policy:' .. fields.policy_key
   redis.call('HSETNX', policy, 'slot_fence', epoch)
   local version = tonumber(redis.call('HGET', policy, 'policy_version') or 0)
-  redis.call('HSET', policy, 'policy_version', math.max(version, tonumber(fields.policy_version)))
+  version = math.max(version, tonumber(fields.policy_version))
+  redis.call('HSET', policy, 'policy_version', version)
+  if version > 0 then redis.call('HSET', policy, 'current_version', version) end
+  remember_policy(fields.policy_key, fields.base_model)
   record(id, fields, state, fields.reason or '')
   -- Its outcome is in the object store already.
   if terminal('workload', state) then redis.call('LREM', 'vla:ended', 1, id) end
@@ -104,6 +108,18 @@ local function checkpointed(_, args)
     'durable_step', args[4])
   wake('vla:room:' .. id)
   return 1
+end
+
+-- publish_version(policy_key, version, base_model): the version that inference serves by default;
+-- it moves forward only. Returns the current one.
+local function publish_version(_, args)
+  local policy, version = 'vla:policy:' .. args[1], tonumber(args[2])
+  local current = tonumber(redis.call('HGET', policy, 'current_version') or -1)
+  if version <= current then return current end
+  redis.call('HSET', policy, 'current_version', version)
+  remember_policy(args[1], args[3])
+  redis.call('XADD', 'vla:published', 'MAXLEN', '~', 1000, '*', 'policy', args[1], 'version', version)
+  return version
 end
 
 -- finish(workload): running, paused -> succeeded, once everything is done and durable.

@@ -69,9 +69,24 @@ class ActionModule(nn.Module, ABC):
         state (B, S) and actions (B, H, A) in raw units; valid (B, H), false where padded.
         """
 
+    @property
+    def draws_noise(self) -> bool:
+        """Whether `act` starts from noise of the shape of the actions."""
+        return False
+
     @abstractmethod
+    def act(self, feature: VLAFeature, state: Tensor | None, noise: Tensor | None) -> Tensor:
+        """Action chunks in raw units, (B, H, A), a function of its arguments alone; `noise`
+        (B, H, A) where the module draws. Also runs under `torch.func` for several modules."""
+
     def predict(self, feature: VLAFeature, state: Tensor | None, *, generator: Generator) -> Tensor:
-        """Action chunks in raw units, (B, H, A)."""
+        """Action chunks in raw units, (B, H, A), with noise from `generator`."""
+        noise = None
+        if self.draws_noise:
+            shape = (feature.num_rows, self.schema.chunk, self.schema.action_dim)
+            noise = torch.randn(shape, generator=generator, device=generator.device)
+            noise = noise.to(self.device)
+        return self.act(feature, state, noise)
 
     def prompts(self, prompts: list[str], state: npt.NDArray[np.float32] | None) -> list[str]:
         """The text of each row: the task, with the state's bins where the schema says `prompt`."""

@@ -129,11 +129,14 @@ class FlowMatchingActionModule(ActionModule):
         rows = mean_over_valid(errors, valid.repeat(repeats, 1))
         return rows.view(repeats, num).mean(dim=0)
 
-    def predict(self, feature: VLAFeature, state: Tensor | None, *, generator: Generator) -> Tensor:
-        num, steps = feature.num_rows, self.spec.num_inference_steps
-        shape = (num, self.schema.chunk, self.schema.action_dim)
-        actions = torch.randn(shape, generator=generator, device=generator.device).to(self.device)
+    @property
+    def draws_noise(self) -> bool:
+        return True
+
+    def act(self, feature: VLAFeature, state: Tensor | None, noise: Tensor | None) -> Tensor:
+        assert noise is not None
+        actions, steps = noise, self.spec.num_inference_steps
         for step in range(steps):
-            time = torch.full((num,), step / steps, device=self.device)
+            time = torch.full((feature.num_rows,), step / steps, device=noise.device)
             actions = actions + self.velocity(actions, time, feature, state) / steps
         return self.action_normalizer.denormalize(actions)

@@ -103,5 +103,5 @@ class OFTActionModule(ActionModule):
         errors = (self.normalized_actions(feature, state) - target).abs()
         return mean_over_valid(errors, valid)
 
-    def predict(self, feature: VLAFeature, state: Tensor | None, *, generator: Generator) -> Tensor:
+    def act(self, feature: VLAFeature, state: Tensor | None, noise: Tensor | None) -> Tensor:
         return self.action_normalizer.denormalize(self.normalized_actions(feature, state))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vla_platform.client import Platform
-from vla_platform.client.connection import to_error
+from vla_platform.client.wire_errors import to_error
 from vla_platform.errors import DatasetError, PlatformError, QuotaError, SpecError
 
 

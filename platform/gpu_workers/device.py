@@ -1,0 +1,67 @@
+"""Whose turn the device is: training and inference of one worker share it and the base model.
+
+Inference goes first, for somebody's robot stands still meanwhile; training gets its turn when it
+has waited for `patience_s`, so that a flood of requests never stops it. Long training work offers
+a pause between its parts (`pause`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+DEFAULT_PATIENCE_S = 0.25
+
+
+class DeviceTurns:
+    def __init__(self, *, patience_s: float = DEFAULT_PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._changed = threading.Condition()
+        self._busy = False
+        self._inference_waits = 0
+        self._training_since: float | None = None  # when training began to wait
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        with self._changed:
+            self._inference_waits += 1
+            self._changed.wait_for(lambda: not self._busy and not self._training_is_due())
+            self._inference_waits -= 1
+            self._busy = True
+        try:
+            yield
+        finally:
+            self._release()
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        self._begin_training()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def pause(self) -> None:
+        """Within `training`: let inference that waits go in between."""
+        if self._inference_waits:
+            self._release()
+            self._begin_training()
+
+    def _begin_training(self) -> None:
+        with self._changed:
+            self._training_since = time.monotonic()
+            while self._busy or (self._inference_waits and not self._training_is_due()):
+                self._changed.wait(self._patience_s)
+            self._training_since = None
+            self._busy = True
+
+    def _training_is_due(self) -> bool:
+        since = self._training_since
+        return since is not None and time.monotonic() - since >= self._patience_s
+
+    def _release(self) -> None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()

@@ -1,0 +1,333 @@
+"""What travels between a client and an inference worker: requests in frames, answers in frames.
+
+A frame is the length of a JSON head (4 bytes, little-endian), the head, and raw bytes that the head
+points into. One frame carries many requests or many answers. Pixels are raw bytes behind the head,
+or lie in the client's arena (`vla_platform.inference.arena`); never text.
+
+Addresses (payload Redis): requests on the stream `infer:<base model>:<tenant>`, which the broker
+lets only that tenant write, so the stream is the identity; answers on the list
+`<tenant>:infer:reply:<client>`; what killed its worker on the list `infer.dead:<base model>`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vla_platform.errors import DataError, RequestError
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_HEAD_BYTES = 4 << 20
+MAX_ROWS = 4096
+MAX_REQUEST_BYTES = 256 << 20
+MAX_SESSION_FRAMES = 16
+CLIENT_ID = re.compile(r"[0-9a-f]{32}")
+_REQUEST_ID = re.compile(r"[0-9a-zA-Z_.-]{1,64}")
+_LENGTH = 4
+
+Bytes = bytes | bytearray | memoryview
+
+
+def stream_of(base_model: str, tenant: str) -> str:
+    return f"infer:{base_model}:{tenant}"
+
+
+def replies_of(tenant: str, client: str) -> str:
+    return f"{tenant}:infer:reply:{client}"
+
+
+def dead_letters_of(base_model: str) -> str:
+    return f"infer.dead:{base_model}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowShape:
+    """The bytes of one observation: the pictures in order, then the state as float32."""
+
+    cameras: tuple[tuple[str, int, int], ...]  # name, height, width; 3 bytes a pixel
+    state_dim: int
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(3 * prod(camera[1:]) for camera in self.cameras) + 4 * self.state_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionStep:
+    """Which step of which session a row is, for policies that look back `history` frames.
+
+    A request ships the newest frames only; the worker keeps the session's window.
+    """
+
+    session: str
+    step: int  # of the newest frame, from 0
+    history: int  # frames in the window
+    num_frames: int = 1  # that this request ships, the newest last
+    is_whole: bool = False  # whether these are all that the sender has
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictRequest:
+    """One call of `predict`: B rows of one policy, all with the same cameras and state.
+
+    `place` is where the rows' bytes lie: `(slot, generation)` of the client's arena, or
+    `(offset, -1)` behind the frame's head. With a `session`, B is 1 and `num_frames` observations
+    follow each other.
+    """
+
+    request_id: str
+    policy: str
+    version: int | str | None  # policy version, checkpoint id, or the current one
+    tasks: tuple[str, ...]  # one per row
+    row: RowShape
+    timeout_s: float
+    place: tuple[int, int]
+    signature: str | None = None  # schema that the caller counts on
+    sample: bool = False
+    seed: int | None = None
+    return_values: bool = False
+    return_log_probs: bool = False
+    return_features: bool = False
+    session: SessionStep | None = None
+    sent_ms: float = 0.0  # the sender's own clock, for its own statistics
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tasks)
+
+    @property
+    def size_bytes(self) -> int:
+        frames = self.session.num_frames if self.session else 1
+        return self.num_rows * frames * self.row.size_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        defaults = _REQUEST_DEFAULTS
+        raw = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        raw["row"] = [self.row.cameras, self.row.state_dim]
+        raw["session"] = None if self.session is None else asdict(self.session)
+        return {k: v for k, v in raw.items() if k not in defaults or defaults[k] != v}
+
+    @classmethod
+    def from_dict(cls, raw: Any) -> PredictRequest:
+        """Raises `RequestError` for anything that no client of ours sends."""
+        try:
+            fields = dict(raw)
+            cameras, state_dim = fields["row"]
+            fields["row"] = RowShape(
+                cameras=tuple((_text(n), _count(h), _count(w)) for n, h, w in cameras),
+                state_dim=_count(state_dim),
+            )
+            fields["tasks"] = tuple(_text(task) for task in fields["tasks"])
+            fields["place"] = tuple(int(number) for number in fields["place"])
+            session = fields.get("session")
+            fields["session"] = None if session is None else SessionStep(**session)
+            request = cls(**fields)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(f"not a request: {error!r:.200}") from error
+        request._check()
+        return request
+
+    def _check(self) -> None:
+        known = isinstance(self.request_id, str) and _REQUEST_ID.fullmatch(self.request_id)
+        if not known or not isinstance(self.policy, str) or len(self.place) != 2:
+            raise RequestError("a request without an id, a policy or a place")
+        if not 1 <= self.num_rows <= MAX_ROWS or not self.row.cameras:
+            raise RequestError(f"a request has 1 to {MAX_ROWS} rows with a picture each")
+        if self.size_bytes > MAX_REQUEST_BYTES:
+            raise RequestError(f"a request has at most {MAX_REQUEST_BYTES} bytes")
+        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
+            raise RequestError("a request without a timeout")
+        if isinstance(self.version, bool) or not isinstance(self.version, int | str | None):
+            raise RequestError("a version is a number or a checkpoint id")
+        step = self.session
+        if step is not None and not (
+            self.num_rows == 1
+            and isinstance(step.session, str)
+            and isinstance(step.step, int)
+            and 1 <= step.num_frames <= step.history <= MAX_SESSION_FRAMES
+        ):
+            raise RequestError(
+                f"a session's request has one row and 1 to {MAX_SESSION_FRAMES} frames"
+            )
+
+
+def request_id_of(raw: Any) -> str:
+    """What a refused request calls itself, as far as that can be told."""
+    name = raw.get("request_id") if isinstance(raw, dict) else None
+    return str(name)[:64]
+
+
+_REQUEST_DEFAULTS = {
+    name: entry.default
+    for name, entry in PredictRequest.__dataclass_fields__.items()
+    if name in ("signature", "sample", "seed", "session", "sent_ms") or name.startswith("return_")
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Action chunks of one request, un-normalised.
+
+    actions  float32, Shape: (B, H, A), in the data's own units.
+    values, log_probs  Shape: (B,) and (B, H, A), where asked for and the module has them.
+    features_key  partition of the payload store that holds the rows' features, where asked for.
+    """
+
+    actions: npt.NDArray[np.float32]
+    policy_version: int
+    module_digest: str  # SHA-256 of the action module's tensors
+    signature: str  # of the schema
+    values: npt.NDArray[np.float32] | None = None
+    log_probs: npt.NDArray[np.float32] | None = None
+    features_key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """To one request: a prediction, or an error in its wire form."""
+
+    request_id: str
+    prediction: Prediction | None = None
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestFrame:
+    """One entry of a stream: requests of one client for one tenant and base model."""
+
+    client: str  # 32 hex digits
+    arena: str | None  # name of the client's arena; None: the bytes follow the head
+    requests: tuple[dict[str, Any], ...]
+    body: Bytes = field(default=b"", repr=False)
+
+
+def pack(head: dict[str, Any], parts: Sequence[Bytes] = ()) -> bytes:
+    text = json.dumps(head, separators=(",", ":"), default=str).encode()
+    return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *parts])
+
+
+def unpack(frame: Bytes) -> tuple[dict[str, Any], memoryview]:
+    """Head and body. Raises `RequestError`."""
+    view = memoryview(frame)
+    length = int.from_bytes(view[:_LENGTH], "little")
+    if length > min(MAX_FRAME_HEAD_BYTES, len(view) - _LENGTH):
+        raise RequestError("a frame's head is longer than the frame")
+    try:
+        head = json.loads(bytes(view[_LENGTH : _LENGTH + length]))
+    except (ValueError, RecursionError) as error:
+        raise RequestError("a frame's head is not JSON") from error
+    if not isinstance(head, dict) or head.get("v") != PROTOCOL_VERSION:
+        raise RequestError(f"a frame of version {PROTOCOL_VERSION} is read; update one of the two")
+    return head, view[_LENGTH + length :]
+
+
+def pack_requests(
+    client: str, arena: str | None, requests: Sequence[PredictRequest], parts: Sequence[Bytes] = ()
+) -> bytes:
+    return pack(
+        {
+            "v": PROTOCOL_VERSION,
+            "client": client,
+            "arena": arena,
+            "requests": [request.to_dict() for request in requests],
+        },
+        parts,
+    )
+
+
+def unpack_requests(frame: Bytes) -> RequestFrame:
+    """The frame with its requests still unchecked. Raises `RequestError`."""
+    head, body = unpack(frame)
+    client, arena, requests = head.get("client"), head.get("arena"), head.get("requests")
+    if not isinstance(client, str) or not CLIENT_ID.fullmatch(client):
+        raise RequestError("a frame without a client")
+    if not isinstance(arena, str | None) or not isinstance(requests, list):
+        raise RequestError("a frame without requests")
+    return RequestFrame(client=client, arena=arena, requests=tuple(requests), body=body)
+
+
+_ARRAYS = ("actions", "values", "log_probs")
+
+
+def pack_answers(answers: Sequence[Answer]) -> bytes:
+    heads: list[dict[str, Any]] = []
+    parts: list[Bytes] = []
+    for answer in answers:
+        head: dict[str, Any] = {"id": answer.request_id}
+        if answer.prediction is None:
+            head["error"] = answer.error
+        else:
+            one = answer.prediction
+            head["of"] = [one.policy_version, one.module_digest, one.signature, one.features_key]
+            for name in _ARRAYS:
+                array = getattr(one, name)
+                if array is not None:
+                    head[name] = array.shape
+                    parts.append(np.ascontiguousarray(array, np.float32).data.cast("B"))
+        heads.append(head)
+    return pack({"v": PROTOCOL_VERSION, "answers": heads}, parts)
+
+
+def unpack_answers(frame: Bytes) -> list[Answer]:
+    head, body = unpack(frame)
+    floats = np.frombuffer(body, "<f4")
+    answers, at = [], 0
+    for raw in head["answers"]:
+        if "error" in raw:
+            answers.append(Answer(request_id=raw["id"], error=raw["error"]))
+            continue
+        arrays = {}
+        for name in _ARRAYS:
+            if name in raw:
+                count = prod(raw[name])
+                # A copy: callers may write into theirs, and must not keep the frame alive.
+                arrays[name] = floats[at : at + count].reshape(raw[name]).copy()
+                at += count
+        version, digest, signature, features_key = raw["of"]
+        answers.append(
+            Answer(
+                request_id=raw["id"],
+                prediction=Prediction(
+                    policy_version=version,
+                    module_digest=digest,
+                    signature=signature,
+                    features_key=features_key,
+                    **arrays,
+                ),
+            )
+        )
+    return answers
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is not text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= 1 << 20:
+        raise ValueError(f"{value!r:.40} is not a size")
+    return value
+
+
+def split_row(
+    row: RowShape, raw: npt.NDArray[np.uint8]
+) -> tuple[dict[str, npt.NDArray[np.uint8]], npt.NDArray[np.float32]]:
+    """Pictures by camera and the state of one row, as views of its bytes."""
+    images, at = {}, 0
+    for name, height, width in row.cameras:
+        size = 3 * height * width
+        images[name] = raw[at : at + size].reshape(height, width, 3)
+        at += size
+    tail = raw[at : at + 4 * row.state_dim]
+    if len(tail) != 4 * row.state_dim:
+        raise DataError("an observation is shorter than it says", column="state")
+    return images, np.frombuffer(tail.tobytes(), np.float32).copy()

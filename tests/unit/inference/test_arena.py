@@ -1,0 +1,104 @@
+"""Shared memory: what is read is what was written for that request, or an error; never a crash."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vla_platform.errors import PixelsLostError, PixelsUnreachableError
+from vla_platform.inference.arena import Arena, ArenaReader, sweep
+
+
+def numbers(size: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def test_a_slot_gives_back_what_was_written(tmp_path: Path):
+    arena, reader = (
+        Arena(slot_bytes=1000, num_slots=3, folder=tmp_path),
+        ArenaReader(folder=tmp_path),
+    )
+    for seed in range(7):
+        slot = arena.take()
+        assert slot is not None
+        parts = [numbers(600, seed), numbers(100, seed + 50)]
+        generation = arena.write(slot, parts)
+        found = reader.read(arena.name, slot, generation, 700)
+        assert np.array_equal(np.concatenate(parts), found)
+        reader.give_back(found)
+        arena.give_back(slot)
+    arena.close()
+    reader.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_slots_are_handed_out_once(tmp_path: Path):
+    arena = Arena(slot_bytes=10, num_slots=3, folder=tmp_path)
+    assert {0, 1, 2} == {arena.take() for _ in range(3)}
+    assert arena.take() is None
+    arena.close()
+
+
+def test_a_slot_that_was_used_again_is_never_taken_for_the_old_one(tmp_path: Path):
+    arena, reader = Arena(slot_bytes=10, num_slots=1, folder=tmp_path), ArenaReader(folder=tmp_path)
+    slot = arena.take()
+    assert slot is not None
+    old = arena.write(slot, [numbers(10, 0)])
+    arena.write(slot, [numbers(10, 1)])
+    with pytest.raises(PixelsLostError):
+        reader.read(arena.name, slot, old, 10)
+    arena.close()
+    reader.close()
+
+
+@pytest.mark.parametrize(("slot", "size"), [(7, 10), (-1, 10), (0, 1 << 20), (1 << 40, 10)])
+def test_places_outside_the_arena_are_errors(tmp_path: Path, slot: int, size: int):
+    arena, reader = Arena(slot_bytes=10, num_slots=1, folder=tmp_path), ArenaReader(folder=tmp_path)
+    with pytest.raises(PixelsLostError):
+        reader.read(arena.name, slot, 2, size)
+    arena.close()
+    reader.close()
+
+
+def test_a_file_that_was_cut_short_is_an_error_and_no_fault(tmp_path: Path):
+    """A mapping would end the worker with SIGBUS; a read comes back short."""
+    arena, reader = Arena(slot_bytes=10, num_slots=2, folder=tmp_path), ArenaReader(folder=tmp_path)
+    generation = arena.write(1, [numbers(10, 0)])
+    reader.read(arena.name, 1, generation, 10)
+    os.truncate(tmp_path / arena.name, 4096)
+    with pytest.raises(PixelsLostError):
+        reader.read(arena.name, 1, generation, 10)
+    reader.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("name", ["", "../etc/passwd", "vla-infer-" + "0" * 32, "vla-infer-x/../y"])
+def test_unknown_names_are_unreachable(tmp_path: Path, name: str):
+    with pytest.raises(PixelsUnreachableError):
+        ArenaReader(folder=tmp_path).read(name, 0, 2, 10)
+
+
+def test_what_a_killed_client_leaves_is_swept(tmp_path: Path):
+    code = (
+        "import os, sys; from pathlib import Path; from vla_platform.inference.arena import Arena;"
+        "Arena(slot_bytes=10, num_slots=1, folder=Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert len(list(tmp_path.iterdir())) == 1
+    living = Arena(slot_bytes=10, num_slots=1, folder=tmp_path)
+    assert [living.name] == [path.name for path in tmp_path.iterdir()]
+    assert sweep(tmp_path) == 0
+    living.close()
+
+
+def test_readers_let_go_of_arenas_that_are_closed(tmp_path: Path):
+    arena, reader = Arena(slot_bytes=10, num_slots=1, folder=tmp_path), ArenaReader(folder=tmp_path)
+    reader.read(arena.name, 0, arena.write(0, [numbers(10, 0)]), 10)
+    assert reader.forget_closed() == 0
+    arena.close()
+    assert reader.forget_closed() == 1
