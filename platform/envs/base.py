@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from vla_platform.errors import DataError
+from vla_platform.errors import ConfigurationError, DataError
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class EnvironmentInfo:
     fps: float  # control steps per second
     max_steps: int  # steps until truncation
     robot_type: str
+    deterministic: bool = True  # equal seed and actions, equal trajectory
+    can_snapshot: bool = False
+    num_init_states: int = 0  # fixed starts that `reset` takes as option `init_state`; 0: by seed
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Observation:
     images: Mapping[str, npt.NDArray[np.uint8]]  # camera to (height, width, 3)
     state: npt.NDArray[np.float32]  # Shape: (S,)
     task: str
+    expert_action: npt.NDArray[np.float32] | None = None  # where the session asks for it. (A,)
 
 
 @dataclass(frozen=True)
@@ -56,27 +60,44 @@ class Step:
 
 
 class Environment(ABC):
-    """One environment instance. Not thread-safe; one thread per session."""
+    """One environment instance. Every call comes from the thread that made it."""
 
     @property
     @abstractmethod
     def info(self) -> EnvironmentInfo: ...
 
     @abstractmethod
-    def reset(self, seed: int) -> Observation:
-        """Start an episode; equal seeds start equal episodes."""
+    def reset(self, seed: int, options: Mapping[str, Any] | None = None) -> Observation:
+        """Start an episode; equal seeds and options start equal episodes.
+
+        `options["init_state"]` names one of `info.num_init_states` fixed starts, where there are
+        any. Raises `ConfigurationError` for other options.
+        """
 
     @abstractmethod
-    def step(self, action: npt.NDArray[np.float32]) -> Step:
+    def step(self, action: npt.NDArray[np.float32], *, render: bool = True) -> Step:
         """Execute one action. Shape: (A,).
 
-        Raises `DataError` where the action is refused (shape, dtype, not finite): the environment
-        is then not stepped.
+        Without `render` the images may be left out, unless the episode ends here. Raises
+        `DataError` where the action is refused (shape, dtype, not finite): the environment is then
+        not stepped.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Release everything; calling it twice is fine."""
+
+    def expert_action(self) -> npt.NDArray[np.float32] | None:
+        """What the scripted expert does next, or None where there is no expert. Shape: (A,)."""
+        return None
+
+    def snapshot(self) -> bytes:
+        """The whole state of the episode, for `restore`. Raises `ConfigurationError`."""
+        raise ConfigurationError(f"{type(self).__name__} cannot be snapshot")
+
+    def restore(self, snapshot: bytes) -> Observation:
+        """Go back to a snapshot of the same environment. Raises `ConfigurationError`."""
+        raise ConfigurationError(f"{type(self).__name__} cannot be restored")
 
     def __enter__(self) -> Self:
         return self
@@ -112,3 +133,18 @@ def check_action(
         raise DataError("the action is not finite", frame=frame, column="action")
     executed = np.clip(action, info.action_low, info.action_high)
     return executed, bool((executed != action).any())
+
+
+def init_state_of(options: Mapping[str, Any] | None, num_init_states: int) -> int | None:
+    """The option `init_state`, checked. Raises `ConfigurationError` for any other option."""
+    given = dict(options or {})
+    init_state = given.pop("init_state", None)
+    if given:
+        raise ConfigurationError(f"unknown reset options {sorted(given)}")
+    if init_state is None:
+        return None
+    if type(init_state) is not int or not 0 <= init_state < num_init_states:
+        raise ConfigurationError(
+            f"init_state {init_state!r}: there are {num_init_states}, counted from 0"
+        )
+    return init_state
