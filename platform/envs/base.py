@@ -52,7 +52,7 @@ class Step:
     terminated: bool
     truncated: bool
     action: npt.NDArray[np.float32]  # as executed, after clipping. Shape: (A,)
-    info: Mapping[str, bool | int | float] = field(default_factory=dict)
+    info: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:

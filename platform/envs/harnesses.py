@@ -39,8 +39,8 @@ class Harness:
         """Raises `SpecError` with the nearest known names (B18)."""
         if name in self.known or (self.pattern is not None and self.pattern.fullmatch(name)):
             return
-        raise _problem("env_id", f"{self.name}/{name}"[:200], "no such environment",
-                       nearest(name, self.known) if self.known else "see docs/environments.md")  # fmt: skip
+        hint = nearest(name, self.known) if self.known else "see docs/environments.md"
+        raise _problem("env_id", f"{self.name}/{name}"[:200], "no such environment", hint)
 
 
 _BUILT_IN = (

@@ -77,9 +77,7 @@ class Session:
         self._running = True
         return first
 
-    def step(
-        self, actions: npt.NDArray[np.float32], *, every_frame: bool = False
-    ) -> Outcome:
+    def step(self, actions: npt.NDArray[np.float32], *, every_frame: bool = False) -> Outcome:
         """Execute a chunk one action after the other, ending with the episode. Shape: (n, A).
 
         With `every_frame` the outcome has the observation after each action. The whole chunk is

@@ -125,7 +125,7 @@ class Tabletop(Environment):
             raise ConfigurationError(f"cameras are some of {CAMERAS}, not {cameras}")
         names = ("x", "y", "grip") if gripper else ("x", "y")
         self._info = EnvironmentInfo(
-            cameras={name: (image_size, image_size) for name in cameras},
+            cameras={name: (image_size, image_size) for name in cameras if render},
             state_names=names,
             action_names=("dx", "dy", "grip")[: len(names)],
             action_low=np.full(len(names), -1, np.float32),
@@ -137,7 +137,6 @@ class Tabletop(Environment):
         )
         self._sentences = sentences
         self._size = image_size
-        self._render = render
         self._has_gripper = gripper
         self._scene: Scene | None = None
         self._still: Image | None = None
@@ -220,7 +219,7 @@ class Tabletop(Environment):
 
     def _observe(self, *, render: bool = True) -> Observation:
         state = [*self._position, self._opening] if self._has_gripper else [*self._position]
-        shown = self._info.cameras if render and self._render else ()
+        shown = self._info.cameras if render else ()
         images = {name: self._image(name) for name in shown}
         return Observation(images, np.array(state, np.float32), self.scene.task)
 

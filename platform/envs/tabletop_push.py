@@ -69,7 +69,7 @@ class TabletopPush(Environment):
         if not cameras or not set(cameras) <= set(CAMERAS) or len(set(cameras)) != len(cameras):
             raise ConfigurationError(f"cameras are some of {CAMERAS}, not {cameras}")
         self._info = EnvironmentInfo(
-            cameras={name: (image_size, image_size) for name in cameras},
+            cameras={name: (image_size, image_size) for name in cameras if render},
             state_names=("x", "y"),
             action_names=("dx", "dy"),
             action_low=np.full(2, -1, np.float32),
@@ -81,7 +81,6 @@ class TabletopPush(Environment):
         )
         self._sentences = sentences
         self._size = image_size
-        self._render = render
         self._seed = 0
         self._scene: Scene | None = None
         self._gripper = self._block = self._goal = np.zeros(2)
@@ -201,7 +200,7 @@ class TabletopPush(Environment):
     def _observe(self, *, render: bool = True) -> Observation:
         if self._scene is None:
             raise ConfigurationError("reset the environment first")
-        shown = self._info.cameras if render and self._render else ()
+        shown = self._info.cameras if render else ()
         images = {name: self._image(self._scene, name) for name in shown}
         return Observation(images, self._gripper.astype(np.float32), self._scene.task)
 

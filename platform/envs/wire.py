@@ -90,8 +90,9 @@ def _unpack(found: dict[str, Any]) -> Any:
         return Outcome(**{**found, "frames": tuple(found["frames"])})
     if kind == "info":
         cameras = {name: (size[0], size[1]) for name, size in found.pop("cameras")}
-        names = {key: tuple(found.pop(key)) for key in ("state_names", "action_names")}
-        return EnvironmentInfo(cameras=cameras, **names, **found)
+        for key in ("state_names", "action_names"):
+            found[key] = tuple(found[key])
+        return EnvironmentInfo(cameras=cameras, **found)
     if kind == "request":
         return EnvironmentRequest(**found)
     if kind == "error":
