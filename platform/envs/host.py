@@ -218,7 +218,9 @@ class EnvironmentHost:
         self._of(tenant, session).last_used = time.monotonic()
 
     def shut_down(self) -> None:
-        """Close everything; returns when the children have ended."""
+        """Close everything; returns when the children have ended. Calling it twice is fine."""
+        if self._loop.is_closed() or not self._thread.is_alive():
+            return
         self._watcher.cancel()
         self.call(self._end_all()).result(3 * self.limits.close_s)
         for child in self._shared:
@@ -246,6 +248,8 @@ class EnvironmentHost:
 
     async def _run_calls(self, calls: Sequence[Call[_Hosted]]) -> list[Any]:
         """Results or errors, in order. Calls of one session come one after the other."""
+        if not calls:
+            return []
         locks = sorted({call.session.id: call.session for call in calls}.items())
         if len(locks) != len(calls):
             raise NotFoundError("a batch names a session twice")
