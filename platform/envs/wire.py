@@ -23,6 +23,7 @@ WIRE_VERSION = 1
 MAX_BYTES = 64 << 20
 _ARRAY = 1
 _KINDS = "biuf"
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -39,7 +40,7 @@ def decode(raw: bytes) -> dict[str, Any]:
         message = msgpack.unpackb(
             raw, ext_hook=_unpack_array, object_hook=_unpack, raw=False, strict_map_key=True
         )
-    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
+    except (*_MALFORMED, msgpack.UnpackException) as error:
         raise DataError(f"not a message of version {WIRE_VERSION}: {error}") from error
     if not isinstance(message, dict):
         raise DataError("a message is a map")

@@ -78,8 +78,8 @@ def test_sixteen_sessions_of_three_tenants_never_mix(
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [] == errors
-    assert 16 == host.num_sessions
+    assert errors == []
+    assert host.num_sessions == 16
 
 
 def test_a_blocking_call_delays_no_other_session(
@@ -99,7 +99,7 @@ def test_a_blocking_call_delays_no_other_session(
     assert longest < 1.0
     with pytest.raises(SimulatorError) as caught:
         hanging.result(20)
-    assert Failure.HUNG == failure_of(caught.value)
+    assert failure_of(caught.value) == Failure.HUNG
     assert host.worn_out is not None and "hang" in host.worn_out
 
 
@@ -112,8 +112,8 @@ def test_a_partial_reset_leaves_the_others_untouched(
     host.call(host.batch_step("a", [(first, one_action), (second, one_action)])).result(10)
     (again,) = host.call(host.batch_reset("a", [(first, 9, None)])).result(10)
     outcome = host.call(host.step("a", second, one_action)).result(10)
-    assert [1, 9, 0] == again.state.tolist()  # type: ignore[union-attr]
-    assert [2, 2, 2] == outcome.observation.state.tolist()
+    assert again.state.tolist() == [1, 9, 0]  # type: ignore[union-attr]
+    assert outcome.observation.state.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -133,18 +133,18 @@ def test_b73_a_failing_environment_is_rebuilt_and_named(
     bad, good = opened(host, faulty(fault, at=2)), opened(host, faulty())
     host.call(host.batch_reset("a", [(bad, 11, None), (good, 3, None)])).result(10)
     host.call(host.step("a", bad, one_action)).result(10)
-    failed, fine = host.call(
-        host.batch_step("a", [(bad, one_action), (good, one_action)])
-    ).result(10)
+    failed, fine = host.call(host.batch_step("a", [(bad, one_action), (good, one_action)])).result(
+        10
+    )
     assert isinstance(failed, SimulatorError)
     details = failed.details
     assert failure == failure_of(failed)
-    assert ("faulty/one", 11, 1, True) == (
+    assert (
         details["env_id"], details["seed"], details["step"], details["rebuilt"],
-    )  # fmt: skip
+    ) == ("faulty/one", 11, 1, True)  # fmt: skip
     assert "\x1b" not in failed.message and "\n" not in failed.message  # B75
     assert not isinstance(fine, CodedError)
-    assert [0, 11, 0] == host.call(host.reset("a", bad, 11)).result(10).state.tolist()
+    assert host.call(host.reset("a", bad, 11)).result(10).state.tolist() == [0, 11, 0]
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def test_f49_f50_a_process_that_dies_or_hangs_costs_its_session_only(
     bad = opened(host, faulty(fault), isolation=Isolation.PROCESS)
     good = opened(host, faulty(), isolation=Isolation.PROCESS)
     host.call(host.batch_reset("a", [(bad, 1, None), (good, 2, None)])).result(30)
-    failed, fine = host.call(
-        host.batch_step("a", [(bad, one_action), (good, one_action)])
-    ).result(30)
+    failed, fine = host.call(host.batch_step("a", [(bad, one_action), (good, one_action)])).result(
+        30
+    )
     assert isinstance(failed, SimulatorError) and not isinstance(fine, CodedError)
     assert (failure, True) == (failure_of(failed), failed.details["rebuilt"])
     assert ending == failed.details.get("ending")
     again = host.call(host.reset("a", bad, 5)).result(30)
-    assert [0, 5, 0] == again.state.tolist()
+    assert again.state.tolist() == [0, 5, 0]
     assert host.worn_out is None
 
 
@@ -185,7 +185,7 @@ def test_f50_rebuilds_are_bounded_and_the_last_failure_stays(
         with pytest.raises(SimulatorError) as caught:
             host.call(host.step("a", session, one_action)).result(10)
         rebuilt.append(caught.value.details["rebuilt"])
-    assert [True, True, False] == rebuilt
+    assert rebuilt == [True, True, False]
     with pytest.raises(SimulatorError, match="broken"):
         host.call(host.reset("a", session, 1)).result(10)
 
@@ -195,10 +195,10 @@ def test_f50_hanging_reset_and_close_are_bounded(make_host: MakeHost, faulty: Re
     session = opened(host, faulty("hang_reset"), isolation=Isolation.PROCESS)
     with pytest.raises(SimulatorError) as caught:
         host.call(host.reset("a", session, 1)).result(10)
-    assert Failure.HUNG == failure_of(caught.value)
+    assert failure_of(caught.value) == Failure.HUNG
     stubborn = opened(host, faulty("hang_close"), isolation=Isolation.PROCESS)
     host.call(host.close("a", stubborn)).result(10)
-    assert 1 == host.num_sessions
+    assert host.num_sessions == 1
 
 
 def test_f51_a_leaking_environment_is_recycled_at_its_limit(
@@ -237,7 +237,7 @@ def test_capacity_is_per_tenant_and_the_refusal_says_so(
         opened(host, faulty(), tenant="a")
     with pytest.raises(QuotaError, match="close one first") as caught:
         opened(host, faulty(), tenant="a")
-    assert {"tenant": "a", "limit": 2} == caught.value.details
+    assert caught.value.details == {"tenant": "a", "limit": 2}
     opened(host, faulty(), tenant="b")
     with pytest.raises(UnavailableError):
         opened(host, faulty(), tenant="c")
@@ -264,20 +264,18 @@ def test_sessions_that_nobody_uses_are_collected(make_host: MakeHost, faulty: Re
     while time.monotonic() < end:
         host._loop.call_soon_threadsafe(host.keep, "a", kept)
         time.sleep(0.05)
-    assert 1 == host.num_sessions
+    assert host.num_sessions == 1
     with pytest.raises(NotFoundError):
         host.call(host.reset("a", dead, 1)).result(10)
 
 
-def test_i10_nothing_is_left_running_after_shut_down(
-    make_host: MakeHost, faulty: Request
-) -> None:
+def test_i10_nothing_is_left_running_after_shut_down(make_host: MakeHost, faulty: Request) -> None:
     before = set(threading.enumerate())
     host = make_host()
     for isolation in Isolation:
         session = opened(host, faulty(), isolation=isolation)
         host.call(host.reset("a", session, 1)).result(30)
-    assert 2 == len(psutil.Process(os.getpid()).children())
+    assert len(psutil.Process(os.getpid()).children()) == 2
     host.shut_down()
     wait_until(lambda: not psutil.Process(os.getpid()).children())
     wait_until(lambda: set(threading.enumerate()) <= before)
@@ -297,7 +295,7 @@ def test_b36_b38_refused_actions_leave_the_session_running(
         with pytest.raises(DataError):
             host.call(host.step("a", session, bad)).result(10)  # type: ignore[arg-type]
     outcome = host.call(host.step("a", session, one_action)).result(10)
-    assert [0, 1, 1] == outcome.observation.state.tolist()
+    assert outcome.observation.state.tolist() == [0, 1, 1]
 
 
 def test_snapshot_and_restore_through_the_host(make_host: MakeHost) -> None:
@@ -323,4 +321,4 @@ def test_a_wrong_request_opens_nothing(make_host: MakeHost) -> None:
     host = make_host()
     with pytest.raises(SpecError, match="did you mean 'push'"):
         opened(host, EnvironmentRequest(env_id="tabletop/pusch"))
-    assert 0 == host.num_sessions
+    assert host.num_sessions == 0
