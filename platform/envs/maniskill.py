@@ -51,8 +51,9 @@ class ManiSkillEnvironment(Environment):
     """Observations: with pictures the state is joint positions and, where the robot has a tool
     centre point, its pose (position in metres, quaternion wxyz); without, the task's full state.
 
-    Equal seeds and actions give bit-equal trajectories. A restored snapshot goes on within 1e-5,
-    not bit-equal. The bounds of `pd_joint_pos` are the joints' limits in radians.
+    Equal seeds and actions give bit-equal trajectories. A restored snapshot goes on within 1e-3,
+    not bit-equal: controllers keep targets of their own. The bounds of `pd_joint_pos` are the
+    limits of the joints in radians.
     """
 
     def __init__(self, name: str, options: ManiSkillOptions) -> None:

@@ -37,7 +37,7 @@ def pick_cube(env: Any) -> tuple[Array, float]:
     aside = float(np.linalg.norm((cube - tcp)[:2]))
     if aside > 0.015:
         height = 0.08 if aside > 0.03 or tcp[2] - cube[2] > 0.05 else 0.0
-        return cube + [0.0, 0.0, height] - tcp, OPEN
+        return cube + np.array([0.0, 0.0, height]) - tcp, OPEN
     down = cube - tcp
     return down, OPEN if abs(down[2]) > 0.008 else CLOSED
 
