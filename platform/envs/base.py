@@ -114,25 +114,45 @@ class Environment(ABC):
 def check_action(
     action: npt.NDArray[np.float32], info: EnvironmentInfo, *, frame: int
 ) -> tuple[npt.NDArray[np.float32], bool]:
-    """The action to execute, and whether the bounds changed it.
+    """The action to execute, and whether the bounds changed it. Shape: (A,); see `check_chunk`."""
+    if isinstance(action, np.ndarray) and action.ndim == 1:
+        executed, clipped = check_chunk(action[None], info, frame=frame)
+        return executed[0], bool(clipped[0])
+    raise _refused(action, info, frame)
 
-    Only a float32 array of shape (A,) is taken (B38). Raises `DataError` for anything else and
-    for numbers that are not finite (B36). Values outside the bounds are clipped (B37).
+
+def check_chunk(
+    actions: npt.NDArray[np.float32], info: EnvironmentInfo, *, frame: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    """The actions to execute, and which the bounds changed. Shapes: (n, A) and (n,).
+
+    Only float32 of that shape is taken (B38). Raises `DataError` for anything else and for numbers
+    that are not finite (B36), naming the frame. Values outside the bounds are clipped (B37).
     """
-    expected = info.action_low.shape
-    if not isinstance(action, np.ndarray) or action.dtype != np.float32:
-        given = getattr(action, "dtype", type(action).__name__)
-        raise DataError(f"an action is a float32 array, not {given}", frame=frame, column="action")
-    if action.shape != expected:
-        raise DataError(
-            f"the action has shape {action.shape}, the environment takes {expected}",
-            frame=frame,
-            column="action",
-        )
-    if not np.isfinite(action).all():
-        raise DataError("the action is not finite", frame=frame, column="action")
-    executed = np.clip(action, info.action_low, info.action_high)
-    return executed, bool((executed != action).any())
+    if (
+        not isinstance(actions, np.ndarray)
+        or actions.dtype != np.float32
+        or actions.ndim != 2
+        or actions.shape[1:] != info.action_low.shape
+    ):
+        raise _refused(actions, info, frame)
+    finite = np.isfinite(actions)
+    if not finite.all():
+        first = int(np.argmin(finite.all(axis=1)))
+        raise DataError("the action is not finite", frame=frame + first, column="action")
+    executed = np.clip(actions, info.action_low, info.action_high)
+    return executed, (executed != actions).any(axis=1)
+
+
+def _refused(actions: object, info: EnvironmentInfo, frame: int) -> DataError:
+    if not isinstance(actions, np.ndarray) or actions.dtype != np.float32:
+        given = getattr(actions, "dtype", type(actions).__name__)
+        return DataError(f"an action is a float32 array, not {given}", frame=frame, column="action")
+    return DataError(
+        f"the action has shape {actions.shape}, the environment takes {info.action_low.shape}",
+        frame=frame,
+        column="action",
+    )
 
 
 def init_state_of(options: Mapping[str, Any] | None, num_init_states: int) -> int | None:

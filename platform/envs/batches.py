@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-from vla_platform.envs.runners import Done, Op
-
-S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class Call(Generic[S]):
-    session: S
-    op: Op
-    arguments: Mapping[str, Any]
+from vla_platform.envs.runners import Done
 
 
 class Batch:

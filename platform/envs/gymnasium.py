@@ -109,8 +109,10 @@ class GymnasiumEnvironment(Environment):
 
 
 def make(name: str, options: GymnasiumOptions) -> Environment:
-    mode = {"render_mode": "rgb_array"} if options.camera else {}
-    env = gymnasium.make(name, **{**options.arguments, **mode})
+    arguments: dict[str, Any] = dict(options.arguments)
+    if options.camera:
+        arguments["render_mode"] = "rgb_array"
+    env = gymnasium.make(name, **arguments)
     try:
         return GymnasiumEnvironment(env, options)
     except BaseException:

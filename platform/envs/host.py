@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vla_platform.envs.base import EnvironmentInfo, Observation
-from vla_platform.envs.batches import Batch, Call
+from vla_platform.envs.batches import Batch
 from vla_platform.envs.failures import Failure
 from vla_platform.envs.harnesses import check_request
 from vla_platform.envs.processes import ChildProcess, ProcessRunner, resident_bytes
-from vla_platform.envs.runners import Op, Runner, SessionThread
+from vla_platform.envs.runners import Call, Op, Runner, SessionThread
 from vla_platform.envs.sessions import EnvironmentRequest, Outcome
 from vla_platform.errors import NotFoundError, QuotaError, SimulatorError, UnavailableError
 from vla_storage.errors import CodedError
@@ -77,6 +77,15 @@ class _Hosted:
     broken: SimulatorError | None = None
     last_used: float = field(default_factory=time.monotonic)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A call of a session that is about to be made."""
+
+    session: _Hosted
+    op: Op
+    arguments: Mapping[str, Any]
 
 
 class EnvironmentHost:
@@ -144,7 +153,7 @@ class EnvironmentHost:
         )
         self._sessions[one.id] = one
         try:
-            (info,) = await self._run_calls([Call(one, Op.OPEN, {"request": request})])
+            (info,) = await self._run_calls([_Asked(one, Op.OPEN, {"request": request})])
             if isinstance(info, CodedError):
                 raise info
         except BaseException:
@@ -179,7 +188,7 @@ class EnvironmentHost:
         An environment that failed or outgrew its memory is made anew first.
         """
         calls = [
-            Call(self._of(tenant, session), Op.RESET, {"seed": seed, "options": options})
+            _Asked(self._of(tenant, session), Op.RESET, {"seed": seed, "options": options})
             for session, seed, options in resets
         ]
         await asyncio.gather(*(self._renew(call.session) for call in calls))
@@ -191,7 +200,7 @@ class EnvironmentHost:
     ) -> list[Outcome | CodedError]:
         """Step some sessions at once, each on its own thread; an error is one session's own."""
         calls = [
-            Call(
+            _Asked(
                 self._of(tenant, session), Op.STEP, {"actions": actions, "every_frame": every_frame}
             )
             for session, actions in steps
@@ -241,12 +250,12 @@ class EnvironmentHost:
         return one
 
     async def _one(self, tenant: str, session: str, op: Op, arguments: dict[str, Any]) -> Any:
-        (result,) = await self._run_calls([Call(self._of(tenant, session), op, arguments)])
+        (result,) = await self._run_calls([_Asked(self._of(tenant, session), op, arguments)])
         if isinstance(result, CodedError):
             raise result
         return result
 
-    async def _run_calls(self, calls: Sequence[Call[_Hosted]]) -> list[Any]:
+    async def _run_calls(self, calls: Sequence[_Asked]) -> list[Any]:
         """Results or errors, in order. Calls of one session come one after the other."""
         if not calls:
             return []
@@ -259,9 +268,14 @@ class EnvironmentHost:
             now = time.monotonic()
             ready = [call for call in calls if call.session.broken is None]
             batch = Batch(self._loop, len(ready))
+            calls_of: dict[type[Runner], list[tuple[Any, Call]]] = {}
             for at, call in enumerate(ready):
-                call.session.last_used = now
-                call.session.runner.submit(call.op, call.arguments, batch.callback(at))
+                one = call.session
+                one.last_used = now
+                made = Call(call.op, call.arguments, batch.callback(at))
+                calls_of.setdefault(type(one.runner), []).append((one.runner, made))
+            for kind, made_calls in calls_of.items():
+                kind.submit_all(made_calls)
             await batch.wait(max(self._deadline_s(call.op) for call in calls))
             settled = iter(batch.results)
             return [
@@ -273,7 +287,7 @@ class EnvironmentHost:
             for _, one in locks:
                 one.busy.release()
 
-    def _settle(self, call: Call[_Hosted], result: Any, error: BaseException | None) -> Any:
+    def _settle(self, call: _Asked, result: Any, error: BaseException | None) -> Any:
         one = call.session
         one.last_used = time.monotonic()
         if error is None and result is not Batch.MISSING:
@@ -298,11 +312,13 @@ class EnvironmentHost:
         return one.broken
 
     def _give_up(self, one: _Hosted) -> None:
-        if one.isolation is Isolation.THREAD:
+        if isinstance(one.runner, ProcessRunner):
+            if one.isolation is Isolation.PROCESS:
+                one.runner.child.kill(Failure.HUNG)
+            else:
+                one.runner.child.worn = True
+        else:
             self._lost_threads += 1
-        elif isinstance(one.runner, ProcessRunner):
-            # Its threads cannot be ended one by one: the process goes, with whatever it carries.
-            one.runner.child.kill(Failure.HUNG)
         one.runner.abandon()
 
     async def _renew(self, one: _Hosted) -> None:
@@ -321,21 +337,24 @@ class EnvironmentHost:
             one.runner.abandon()
             one.runner = self._new_runner(one.isolation)
         one.broken = None
-        await self._run_calls([Call(one, Op.OPEN, {"request": one.request})])
+        await self._run_calls([_Asked(one, Op.OPEN, {"request": one.request})])
 
     def _new_runner(self, isolation: Isolation) -> Runner:
         if isolation is Isolation.THREAD:
             return SessionThread(secrets.token_hex(4))
         if isolation is Isolation.PROCESS:
             return ProcessRunner(ChildProcess(self._plugins), "0", alone=True)
-        self._shared = [child for child in self._shared if child.alive]
-        if len(self._shared) < self.limits.processes:
-            self._shared.append(ChildProcess(self._plugins))
-            return ProcessRunner(self._shared[-1], secrets.token_hex(4), alone=False)
-        carried = [one.runner.child for one in self._sessions.values()
-                   if isinstance(one.runner, ProcessRunner)]  # fmt: skip
-        child = min(self._shared, key=carried.count)
+        fit = [child for child in self._shared if child.alive and not child.worn]
+        if len(fit) < self.limits.processes:
+            fit.append(ChildProcess(self._plugins))
+            self._shared.append(fit[-1])
+        child = min(fit, key=self._children().count)
         return ProcessRunner(child, secrets.token_hex(4), alone=False)
+
+    def _children(self) -> list[ChildProcess]:
+        """The process of each session that has one."""
+        runners = [one.runner for one in self._sessions.values()]
+        return [runner.child for runner in runners if isinstance(runner, ProcessRunner)]
 
     def _deadline_s(self, op: Op) -> float:
         limits = self.limits
@@ -344,7 +363,7 @@ class EnvironmentHost:
 
     async def _end(self, one: _Hosted) -> None:
         if one.broken is None:
-            await self._run_calls([Call(one, Op.CLOSE, {})])
+            await self._run_calls([_Asked(one, Op.CLOSE, {})])
         one.runner.abandon()
 
     async def _end_all(self) -> None:
@@ -364,6 +383,19 @@ class EnvironmentHost:
                     one.runner, ProcessRunner
                 ):
                     one.runner.child.kill(Failure.OUT_OF_MEMORY)
+            self._replace_shared()
+
+    def _replace_shared(self) -> None:
+        """A child that is worn or too large gets no more sessions, and goes with its last one."""
+        used = self._children()
+        for child in list(self._shared):
+            size = child.memory_bytes
+            child.worn = child.worn or size > self.limits.memory_bytes
+            if size > 1.5 * self.limits.memory_bytes:
+                child.kill(Failure.OUT_OF_MEMORY)
+            if (child.worn and child not in used) or not child.alive:
+                child.kill()
+                self._shared.remove(child)
 
 
 def _broken(one: _Hosted) -> CodedError:

@@ -15,14 +15,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
 from vla_platform.envs import wire
 from vla_platform.envs.failures import Failure
-from vla_platform.envs.runners import Done, Op, Runner
+from vla_platform.envs.runners import Call, Done, Op, Runner
 from vla_platform.errors import DataError, SimulatorError
+
+_NO_REPLY = (KeyError, TypeError, ValueError)
 
 
 class ChildProcess:
@@ -45,6 +46,7 @@ class ChildProcess:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._why: Failure | None = None
+        self.worn = False  # a thread in it hangs: no more sessions, and an end with the last one
         self._reader = threading.Thread(target=self._read, name="session-replies", daemon=True)
         self._reader.start()
 
@@ -61,14 +63,17 @@ class ChildProcess:
         """Resident memory; 0 once it has ended."""
         return resident_bytes(self._process.pid)
 
-    def submit(self, session: str, op: Op, arguments: Mapping[str, Any], done: Done) -> None:
-        number = next(self._numbers)
+    def submit(self, calls: Sequence[tuple[str, Call]]) -> None:
+        """Send calls of some sessions, named first, in one message."""
+        entries = []
         with self._lock:
-            self._pending[number] = done
-        message = {"session": session, "call": number, "op": str(op), "arguments": dict(arguments)}
+            for session, call in calls:
+                number = next(self._numbers)
+                self._pending[number] = call.done
+                entries.append([session, number, str(call.op), dict(call.arguments)])
         try:
             with self._sending:
-                self._connection.send_bytes(wire.encode(message))
+                self._connection.send_bytes(wire.encode({"calls": entries}))
         except OSError:
             self._fail_all()
 
@@ -80,13 +85,14 @@ class ChildProcess:
         self._process.wait()
 
     def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError, DataError):
+        with contextlib.suppress(EOFError, OSError, DataError, *_NO_REPLY):
             while True:
-                reply = wire.decode(self._connection.recv_bytes(wire.MAX_BYTES))
-                with self._lock:
-                    done = self._pending.pop(reply["call"], None)
-                if done is not None:
-                    done(reply.get("result"), reply.get("error"))
+                message = wire.decode(self._connection.recv_bytes(wire.MAX_BYTES))
+                for number, result, error in message["replies"]:
+                    with self._lock:
+                        done = self._pending.pop(number, None)
+                    if done is not None:
+                        done(result, error)
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()  # it closed its end, or sent what is no message
         self._process.wait()
@@ -113,14 +119,22 @@ class ProcessRunner(Runner):
         self._session = session
         self._alone = alone
 
-    def submit(self, op: Op, arguments: Mapping[str, Any], done: Done) -> None:
-        self.child.submit(self._session, op, arguments, done)
+    def submit(self, call: Call) -> None:
+        self.child.submit([(self._session, call)])
+
+    @classmethod
+    def submit_all(cls, calls: Sequence[tuple[ProcessRunner, Call]]) -> None:
+        by_child: dict[ChildProcess, list[tuple[str, Call]]] = {}
+        for runner, call in calls:
+            by_child.setdefault(runner.child, []).append((runner._session, call))
+        for child, of_child in by_child.items():
+            child.submit(of_child)
 
     def abandon(self) -> None:
         if self._alone:
             self.child.kill()
         else:
-            self.child.submit(self._session, Op.CLOSE, {}, lambda result, error: None)
+            self.submit(Call(Op.CLOSE, {}, lambda result, error: None))
 
     @property
     def memory_bytes(self) -> int:

@@ -11,12 +11,14 @@ import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from vla_platform.envs.harnesses import open_session
 from vla_platform.envs.sessions import EnvironmentRequest, Session
+from vla_platform.envs.turnstile import turnstile
 from vla_platform.errors import ConfigurationError
 
 
@@ -36,10 +38,25 @@ Done = Callable[[Any, BaseException | None], None]
 """Called once per call with the result or the error."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of one session."""
+
+    op: Op
+    arguments: Mapping[str, Any]
+    done: Done
+
+
 class Runner(ABC):
     @abstractmethod
-    def submit(self, op: Op, arguments: Mapping[str, Any], done: Done) -> None:
+    def submit(self, call: Call) -> None:
         """Queue a call. Never blocks, never raises."""
+
+    @classmethod
+    def submit_all(cls, calls: Sequence[tuple[Self, Call]]) -> None:
+        """Queue calls of several runners of this class at once."""
+        for runner, call in calls:
+            runner.submit(call)
 
     @abstractmethod
     def abandon(self) -> None:
@@ -55,15 +72,14 @@ class SessionThread(Runner):
     """A thread with at most one session. It ends after `close`."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Op, Mapping[str, Any], Done] | None]
-        self._calls = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._session: Session | None = None
         self._abandoned = False
         self._thread = threading.Thread(target=self._run, name=f"session-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, op: Op, arguments: Mapping[str, Any], done: Done) -> None:
-        self._calls.put((op, arguments, done))
+    def submit(self, call: Call) -> None:
+        self._calls.put(call)
 
     def abandon(self) -> None:
         self._abandoned = True
@@ -79,14 +95,14 @@ class SessionThread(Runner):
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None and not self._abandoned:
-            op, arguments, done = call
             try:
-                result = self._perform(op, arguments)
+                with turnstile:
+                    result = self._perform(call.op, call.arguments)
             except BaseException as error:  # whoever waits for the call gets it
-                done(None, error)
+                call.done(None, error)
             else:
-                done(result, None)
-            if op is Op.CLOSE:
+                call.done(result, None)
+            if call.op is Op.CLOSE:
                 return
         with contextlib.suppress(Exception):
             if self._session is not None:

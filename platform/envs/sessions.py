@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vla_platform.envs.base import Environment, EnvironmentInfo, Observation, Step, check_action
+from vla_platform.envs.base import Environment, EnvironmentInfo, Observation, Step, check_chunk
 from vla_platform.envs.checks import Plain, check_observation, check_step
 from vla_platform.envs.failures import Failure, printable
 from vla_platform.errors import ConfigurationError, DataError, SimulatorError
@@ -85,24 +85,28 @@ class Session:
         """
         if not self._running:
             raise ConfigurationError("no episode runs: reset the session first")
-        checked = self._check_chunk(actions)
+        if isinstance(actions, np.ndarray) and not 1 <= len(actions) <= MAX_CHUNK:
+            raise DataError(
+                f"a chunk of {len(actions)} actions; 1 to {MAX_CHUNK} are taken", column="action"
+            )
+        executed, clipped = check_chunk(actions, self.info, frame=self._steps)
         steps: list[Step] = []
-        for at, (action, _) in enumerate(checked):
-            steps.append(self._step(action, images=every_frame or at == len(checked) - 1))
+        for at, action in enumerate(executed):
+            steps.append(self._step(action, images=every_frame or at == len(executed) - 1))
             if steps[-1].done:
                 break
-        last = steps[-1]
+        last, num = steps[-1], len(steps)
         self._running = not last.done
         observation = self._with_expert(last.observation)
         return Outcome(
             observation=observation,
             rewards=np.array([step.reward for step in steps], np.float32),
-            actions=np.stack([action for action, _ in checked[: len(steps)]]),
+            actions=executed[:num],
             terminated=last.terminated,
             truncated=last.truncated,
             success=bool(last.info.get("success", False)),
-            num_clipped=sum(clipped for _, clipped in checked[: len(steps)]),
-            info=dict(last.info),
+            num_clipped=int(clipped[:num].sum()),
+            info=last.info,
             frames=tuple(step.observation for step in steps) if every_frame else (),
         )
 
@@ -122,21 +126,6 @@ class Session:
     def close(self) -> None:
         self._running = False
         self._guarded(self._env.close)
-
-    def _check_chunk(
-        self, actions: npt.NDArray[np.float32]
-    ) -> list[tuple[npt.NDArray[np.float32], bool]]:
-        if not isinstance(actions, np.ndarray) or actions.ndim != 2:
-            found = getattr(actions, "shape", type(actions).__name__)
-            raise DataError(f"a chunk has shape (n, A), not {found}", column="action")
-        if not 1 <= len(actions) <= MAX_CHUNK:
-            raise DataError(
-                f"a chunk of {len(actions)} actions; 1 to {MAX_CHUNK} are taken", column="action"
-            )
-        return [
-            check_action(action, self.info, frame=self._steps + at)
-            for at, action in enumerate(actions)
-        ]
 
     def _step(self, action: npt.NDArray[np.float32], *, images: bool) -> Step:
         raw = self._guarded(lambda: self._env.step(action, render=images))
