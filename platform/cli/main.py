@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vla_platform.cli import checkpoints, runs, tenants
+from vla_platform.cli import checkpoints, envs, runs, tenants
 from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
 from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
@@ -24,7 +24,9 @@ app = typer.Typer(
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(tenants.app, name="tenants")
+app.add_typer(envs.app, name="env")
 app.command("submit")(runs.submit)
+app.command("demos")(envs.demos)
 
 Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 

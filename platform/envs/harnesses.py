@@ -124,10 +124,11 @@ def check_request(request: EnvironmentRequest) -> tuple[Harness, str, Spec]:
     return harness, name, checked
 
 
-def open_session(request: EnvironmentRequest) -> Session:
+def make_environment(request: EnvironmentRequest) -> Environment:
     """Make the environment in the calling thread, which has to make all further calls.
 
-    Raises `SpecError`, or `SimulatorError` with the failure `not_built`.
+    Raises `SpecError`, `ConfigurationError` where this process serves another simulator, or
+    `SimulatorError` with the failure `not_built`.
     """
     harness, name, checked = check_request(request)
     if harness.exclusive:
@@ -139,7 +140,7 @@ def open_session(request: EnvironmentRequest) -> Session:
             _serving[:] = [harness.name]
     try:
         env: Environment = importlib.import_module(harness.module).make(name, checked)
-        return Session(env, request)
+        return env
     except CodedError:
         raise
     except (Exception, SystemExit) as error:
@@ -148,6 +149,11 @@ def open_session(request: EnvironmentRequest) -> Session:
             env_id=request.env_id,
             failure=str(Failure.NOT_BUILT),
         ) from error
+
+
+def open_session(request: EnvironmentRequest) -> Session:
+    """A session on an environment of its own; see `make_environment`."""
+    return Session(make_environment(request), request)
 
 
 def _as_json(values: Mapping[str, Any]) -> str:
