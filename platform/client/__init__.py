@@ -1,5 +1,6 @@
 """What tenants import: `from vla_platform.client import Platform`."""
 
+from vla_platform.client.environments import RemoteEnvironment, batch_step
 from vla_platform.client.platform import Platform
 from vla_platform.client.runs import Run, RunStatus
 from vla_platform.specs import (
@@ -21,8 +22,10 @@ __all__ = [
     "LimitsSpec",
     "OFTModule",
     "Platform",
+    "RemoteEnvironment",
     "Run",
     "RunStatus",
     "SFTSpec",
     "ScheduleSpec",
+    "batch_step",
 ]

@@ -45,6 +45,9 @@ class Connection:
             access_key=query.get("access_key"),
             secret_key=query.get("secret_key"),
         )
+        payload = query.get("payload")
+        user = parts.netloc.rpartition("@")[0]
+        self.payload_url = None if payload is None else f"{scheme}://{user}@{payload}"
         self._app = Celery("vla-client", broker=broker, set_as_current=False)
         self._app.conf.update(task_serializer="json", accept_content=["json"])
         self._queue = queue(ingress_queue(self.tenant))

@@ -9,7 +9,7 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform.broker import INGRESS_PREFIX, tenant_of
-from vla_platform.control import workloads
+from vla_platform.control import environments, workloads
 from vla_platform.control.services import services
 from vla_storage.errors import CodedError
 
@@ -24,6 +24,15 @@ def submit(self: Task, request_id: str, spec: str, key: str) -> None:
 @shared_task(name="ingress.cancel", bind=True, ignore_result=True)
 def cancel(self: Task, request_id: str, run: str) -> None:
     _answer(self, request_id, lambda tenant: workloads.cancel(services(), tenant, run))
+
+
+@shared_task(name="ingress.open_environment", bind=True, ignore_result=True)
+def open_environment(self: Task, request_id: str, environment: str) -> None:
+    _answer(
+        self,
+        request_id,
+        lambda tenant: environments.open_environment(services(), tenant, environment),
+    )
 
 
 def _answer(task: Task, request_id: str, call: Callable[[str], Any]) -> None:
