@@ -40,8 +40,10 @@ class RemoteEnvironment:
     def __init__(
         self, client: redis.Redis, *, tenant: str, host_id: str, session: str,
         timeout_s: float = 120.0,
+        own_client: bool = False,
     ) -> None:  # fmt: skip
         self._redis: Any = client
+        self._own_client = own_client  # closed with the session
         self._to = to_host(tenant, host_id)
         self._from = from_session(tenant, session)
         self._session = session
@@ -75,9 +77,14 @@ class RemoteEnvironment:
 
     def close(self) -> None:
         """Calling it twice is fine."""
-        if not self._closed.is_set():
-            self._closed.set()
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        try:
             self._call("close", {})
+        finally:
+            if self._own_client:
+                self._redis.close()
 
     def __enter__(self) -> Self:
         return self

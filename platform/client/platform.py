@@ -89,9 +89,17 @@ class Platform:
         client = redis.Redis.from_url(
             self._connection.payload_url, socket_timeout=70, socket_connect_timeout=10
         )
-        return RemoteEnvironment(
-            client, tenant=self.tenant, host_id=place["host"], session=place["session"]
-        )
+        try:
+            return RemoteEnvironment(
+                client,
+                tenant=self.tenant,
+                host_id=place["host"],
+                session=place["session"],
+                own_client=True,
+            )
+        except BaseException:
+            client.close()
+            raise
 
     def run(self, run_id: str) -> Run:
         """A run submitted earlier. Raises `NotFoundError`."""
