@@ -9,23 +9,28 @@ from __future__ import annotations
 
 from celery import Celery
 
-from vla_platform.broker import queue
+from vla_platform.broker import environment_queues, queue
 from vla_platform.control.startup import install_gates
 from vla_platform.settings import Settings, load_settings
 from vla_platform.stack.readiness import announce
 
 QUEUES = ("control", "sft", "training")
+"""Beside these, `rollout.<harness>` and `evaluation.<harness>` of each harness, and a rollout queue
+of each environment host (`environment_queues`)."""
 
 TASK_ROUTES = {
     "control.*": {"queue": "control"},
     "sft.*": {"queue": "sft"},
     "training.*": {"queue": "training"},
 }
-"""Ingress tasks have no route: tenants publish them on their own queues (`ingress.<tenant>`)."""
+"""Ingress tasks have no route: tenants publish them on their own queues (`ingress.<tenant>`).
+Rollouts and evaluations have none either: their senders name the queue of a harness or a host."""
 
 TASK_MODULES = (
     "vla_platform.tasks.control",
+    "vla_platform.tasks.evaluation",
     "vla_platform.tasks.ingress",
+    "vla_platform.tasks.rollout",
     "vla_platform.tasks.sft",
     "vla_platform.tasks.training",
 )
@@ -33,6 +38,7 @@ TASK_MODULES = (
 
 def create_app(settings: Settings) -> Celery:
     app = Celery("vla", include=list(TASK_MODULES))
+    own_queues = environment_queues(settings.harness, settings.role)
     delivery = {
         "visibility_timeout": 60,
         "unacked_restore_interval": 1,
@@ -52,7 +58,7 @@ def create_app(settings: Settings) -> Celery:
         result_backend=settings.redis_url,
         result_expires=3600,
         task_ignore_result=True,
-        task_queues=[queue(name) for name in QUEUES],
+        task_queues=[queue(name) for name in (*QUEUES, *own_queues)],
         task_default_queue="control",
         task_routes=TASK_ROUTES,
         task_acks_late=True,
@@ -86,5 +92,9 @@ elif load_settings().role == "control":
     from vla_platform.control.bootsteps import install as install_ingress
 
     install_ingress(app)
+elif load_settings().harness:
+    from vla_platform.envs.worker import install as install_host
+
+    install_host(app)
 if (ready_file := load_settings().ready_file) is not None:
     announce(ready_file)

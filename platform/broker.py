@@ -27,6 +27,7 @@ INGRESS_TASKS = {
     "ingress.pause": {"request_id", "run"},
     "ingress.resume": {"request_id", "run"},
     "ingress.explain": {"request_id", "run"},
+    "ingress.open_environment": {"request_id", "environment"},
 }
 """What a tenant may ask for, with exactly these arguments, all of them text."""
 MAX_MESSAGE_BYTES = 128 * 1024
@@ -43,6 +44,22 @@ def queue(name: str) -> Queue:
 
 def ingress_queue(tenant: str) -> str:
     return f"{INGRESS_PREFIX}{tenant}"
+
+
+def rollout_queue(harness: str, host_id: str | None = None) -> str:
+    """Of a harness, served by whichever host is free, or of one host."""
+    return f"rollout.{harness}" if host_id is None else f"rollout.{harness}.{host_id}"
+
+
+def evaluation_queue(harness: str) -> str:
+    return f"evaluation.{harness}"
+
+
+def environment_queues(harness: str, host_id: str) -> tuple[str, ...]:
+    """What an environment host consumes; nothing where `harness` is empty."""
+    if not harness:
+        return ()
+    return rollout_queue(harness), rollout_queue(harness, host_id), evaluation_queue(harness)
 
 
 def tenant_of(queue_name: str) -> str:

@@ -12,6 +12,7 @@ CodedError (vla_storage.errors)
     ├── DataError                 worker: NaN or malformed training data, with its place (user)
     ├── ModuleLoadError           worker: base model or action module does not fit (user)
     ├── DivergedError             worker: loss or gradient is not finite on finite data (user)
+    ├── SimulatorError            worker: an environment failed; its session is lost, no other
     ├── BackboneChangedError      worker: the frozen base model is not what was loaded; restart
     ├── WorkloadFailedError       client: the run ended in `failed`; carries the reason
     ├── WorkloadCancelledError    client: the run ended in `cancelled` (user)
@@ -61,6 +62,7 @@ __all__ = [
     "QuotaError",
     "RequestError",
     "ResultTimeoutError",
+    "SimulatorError",
     "SpecError",
     "TenantError",
     "UnavailableError",
@@ -133,6 +135,13 @@ class DivergedError(PlatformError):
 
     code = "diverged"
     fault = Fault.USER
+
+
+class SimulatorError(PlatformError):
+    """`details` name `env_id`, `failure` (`vla_platform.envs.failures`), `seed`, `step`, and
+    whether the session was `rebuilt`, so that a reset goes on."""
+
+    code = "simulator"
 
 
 class BackboneChangedError(PlatformError):

@@ -66,7 +66,17 @@ class Settings(BaseModel):
     )
     max_pending_per_tenant: int = Field(1000, ge=1)
     failpoint: str = Field("", description="for tests of failures; see failpoints.py")
-    role: str = Field("", description="control | sft | gpu | beat | flower | metrics")
+    harness: str = Field("", description="which one this process, an environment host, serves")
+    env_isolation: Literal["thread", "shared", "process"] = "thread"
+    env_processes: int = Field(2, ge=1, description="child processes for `shared` isolation")
+    env_memory_bytes: int = Field(6 << 30, ge=1 << 28, description="of a host, or of a child")
+    max_sessions: int = Field(64, ge=1, description="sessions of one host")
+    max_sessions_per_tenant: int = Field(32, ge=1, description="on one host")
+    session_lease_s: float = Field(120.0, gt=0.0, description="a silent session is closed")
+    external_hosts: str = Field(
+        "", description="host[:port] names that `external` environments may connect to, by comma"
+    )
+    role: str = Field("", description="control | sft | gpu | beat | flower | metrics | env-...")
     port: int = Field(0, description="where the metrics collector listens; 0: 9100")
     ready_file: Path | None = Field(None, description="created once the process is ready")
 
@@ -87,6 +97,11 @@ class Settings(BaseModel):
         """Base model name to hub id, local path or built-in name."""
         pairs = (part.partition("=") for part in self.base_models.split(",") if part)
         return {name: source or name for name, _, source in pairs}
+
+
+def external_hosts() -> frozenset[str]:
+    """Where `external` environments may connect to, also in child processes of a host."""
+    return frozenset(filter(None, os.environ.get("VLA_EXTERNAL_HOSTS", "").split(",")))
 
 
 @functools.cache

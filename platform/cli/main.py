@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vla_platform.cli import checkpoints, runs, tenants
+from vla_platform.cli import checkpoints, envs, runs, tenants
 from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
 from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
@@ -25,8 +25,10 @@ app = typer.Typer(
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(tenants.app, name="tenants")
+app.add_typer(envs.app, name="env")
 app.command("submit")(runs.submit)
 app.command("explain")(runs.explain)
+app.command("demos")(envs.demos)
 
 Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 
@@ -42,13 +44,28 @@ def up(
             file_okay=False,
         ),
     ] = None,
+    env_hosts: Annotated[
+        int, typer.Option(help="environment hosts", min=0, envvar="VLA_ENV_HOSTS")
+    ] = 1,
+    env_shares: Annotated[
+        str, typer.Option(help="each harness's share of the hosts", envvar="VLA_ENV_SHARES")
+    ] = "tabletop=1",
     timeout_s: Annotated[float, typer.Option(help="give up after this long")] = 180.0,
 ) -> None:
     """Start the platform on this machine and wait until every process is ready."""
+    from vla_platform.control.environment_hosts import parse_shares
     from vla_platform.stack.operate import up as start
+    from vla_platform.stack.roles import ROLES, environment_roles
 
     roots = ":".join(str(root.resolve()) for root in dataset_root or [])
-    info = start(var, dataset_roots=roots, timeout_s=timeout_s, on_progress=progress_line)
+    hosts = environment_roles(env_hosts, parse_shares(env_shares), var) if env_hosts else ()
+    info = start(
+        var,
+        roles=(*ROLES, *hosts),
+        dataset_roots=roots,
+        timeout_s=timeout_s,
+        on_progress=progress_line,
+    )
     console.print(f"ready. Flower: {info.flower_url}, user {info.flower_user}, password:")
     console.print(f"flower_password in {var}/credentials.json. Metrics: {info.metrics_url}")
     console.print("next: vla tenants add NAME; stop with vla down")

@@ -1,5 +1,6 @@
 """What tenants import: `from vla_platform.client import Platform`."""
 
+from vla_platform.client.environments import RemoteEnvironment, batch_step
 from vla_platform.client.inference import InferenceProxy
 from vla_platform.client.platform import Platform
 from vla_platform.client.runs import Run, RunStatus
@@ -30,8 +31,10 @@ __all__ = [
     "Observation",
     "Platform",
     "Prediction",
+    "RemoteEnvironment",
     "Run",
     "RunStatus",
     "SFTSpec",
     "ScheduleSpec",
+    "batch_step",
 ]

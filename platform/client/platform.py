@@ -9,12 +9,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import redis
+
 from vla_platform.client.connection import Connection, answers
+from vla_platform.client.environments import RemoteEnvironment
 from vla_platform.client.inference import DEFAULT_TIMEOUT_S, InferenceProxy
 from vla_platform.client.payload_queue import PayloadQueue
 from vla_platform.client.runs import Run
 from vla_platform.envs.base import Observation
-from vla_platform.errors import NotFoundError, SpecError
+from vla_platform.envs.harnesses import check_request
+from vla_platform.envs.remote_protocol import request_text
+from vla_platform.envs.sessions import EnvironmentRequest
+from vla_platform.errors import AccessError, NotFoundError, SpecError
 from vla_platform.inference.protocol import Prediction
 from vla_platform.specs import WorkloadSpec, canonical_json, parse_spec
 from vla_storage.checkpoints import CheckpointStore
@@ -130,6 +136,45 @@ class Platform(PayloadQueue):
             key=key,
         )
         return Run(self._connection, run_id)
+
+    def environment(
+        self,
+        env_id: str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        expert: bool = False,
+        timeout_s: float = 60.0,
+    ) -> RemoteEnvironment:
+        """A session on one of the platform's environment hosts, such as `tabletop/push`.
+
+        With `expert` the observations carry the scripted expert's action. Close it when done.
+        Raises `SpecError`, `QuotaError`, `UnavailableError` (no host has room) or `SimulatorError`
+        (the environment cannot be made).
+        """
+        if self._connection.payload_url is None:
+            raise AccessError("this URL has no payload store; ask the operator for a new one")
+        request = EnvironmentRequest(env_id=env_id, options=options or {}, expert=expert)
+        check_request(request)
+        place = self._connection.call(
+            "ingress.open_environment",
+            timeout_s=timeout_s,
+            shown=env_id,
+            environment=request_text(request),
+        )
+        client = redis.Redis.from_url(
+            self._connection.payload_url, socket_timeout=70, socket_connect_timeout=10
+        )
+        try:
+            return RemoteEnvironment(
+                client,
+                tenant=self.tenant,
+                host_id=place["host"],
+                session=place["session"],
+                own_client=True,
+            )
+        except BaseException:
+            client.close()
+            raise
 
     def run(self, run_id: str) -> Run:
         """A run submitted earlier. Raises `NotFoundError`."""

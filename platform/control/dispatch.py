@@ -5,7 +5,12 @@ Every hint may be lost or doubled; `control.reconcile` sends again what the ledg
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from celery import current_app
+
+from vla_platform.broker import evaluation_queue, queue, rollout_queue
 
 
 def prepare(tenant: str, workload: str) -> None:
@@ -25,4 +30,36 @@ def train(*, job_id: str, tenant: str, partition_id: str, base_model: str) -> No
             "partition_id": partition_id,
             "base_model": base_model,
         },
+    )
+
+
+def rollout(
+    config: Mapping[str, Any], *, job_id: str, num_envs: int, horizon: int, version: int | None,
+    policy: str, workload: str, host_id: str | None = None,
+) -> None:  # fmt: skip
+    """To one host (`HostTable.assign`), or to whichever of the harness is free.
+
+    `config` is a `RolloutConfig` as a dict.
+    """
+    current_app.send_task(
+        "rollout.rollout",
+        kwargs={
+            "config": dict(config),
+            "job_id": job_id,
+            "num_envs": num_envs,
+            "horizon": horizon,
+            "version": version,
+            "policy": policy,
+            "workload": workload,
+        },
+        queue=queue(rollout_queue(str(config["env_id"]).partition("/")[0], host_id)),
+    )
+
+
+def evaluate(*, suite_name: str, **arguments: Any) -> None:
+    """`arguments` are those of the task `evaluation.evaluate`."""
+    current_app.send_task(
+        "evaluation.evaluate",
+        kwargs={"suite_name": suite_name, **arguments},
+        queue=queue(evaluation_queue(suite_name.partition("/")[0])),
     )

@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from vla_platform.errors import DataError
+from vla_platform.errors import ConfigurationError, DataError
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ class EnvironmentInfo:
     fps: float  # control steps per second
     max_steps: int  # steps until truncation
     robot_type: str
+    deterministic: bool = True  # equal seed and actions, equal trajectory
+    can_snapshot: bool = False
+    num_init_states: int = 0  # fixed starts that `reset` takes as option `init_state`; 0: by seed
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Observation:
     images: Mapping[str, npt.NDArray[np.uint8]]  # camera to (height, width, 3)
     state: npt.NDArray[np.float32]  # Shape: (S,)
     task: str
+    expert_action: npt.NDArray[np.float32] | None = None  # where the session asks for it. (A,)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Step:
     terminated: bool
     truncated: bool
     action: npt.NDArray[np.float32]  # as executed, after clipping. Shape: (A,)
-    info: Mapping[str, bool | int | float] = field(default_factory=dict)
+    info: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
@@ -56,27 +60,44 @@ class Step:
 
 
 class Environment(ABC):
-    """One environment instance. Not thread-safe; one thread per session."""
+    """One environment instance. Every call comes from the thread that made it."""
 
     @property
     @abstractmethod
     def info(self) -> EnvironmentInfo: ...
 
     @abstractmethod
-    def reset(self, seed: int) -> Observation:
-        """Start an episode; equal seeds start equal episodes."""
+    def reset(self, seed: int, options: Mapping[str, Any] | None = None) -> Observation:
+        """Start an episode; equal seeds and options start equal episodes.
+
+        `options["init_state"]` names one of `info.num_init_states` fixed starts, where there are
+        any. Raises `ConfigurationError` for other options.
+        """
 
     @abstractmethod
-    def step(self, action: npt.NDArray[np.float32]) -> Step:
+    def step(self, action: npt.NDArray[np.float32], *, render: bool = True) -> Step:
         """Execute one action. Shape: (A,).
 
-        Raises `DataError` where the action is refused (shape, dtype, not finite): the environment
-        is then not stepped.
+        Without `render` the images may be left out, unless the episode ends here. Raises
+        `DataError` where the action is refused (shape, dtype, not finite): the environment is then
+        not stepped.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Release everything; calling it twice is fine."""
+
+    def expert_action(self) -> npt.NDArray[np.float32] | None:
+        """What the scripted expert does next, or None where there is no expert. Shape: (A,)."""
+        return None
+
+    def snapshot(self) -> bytes:
+        """The whole state of the episode, for `restore`. Raises `ConfigurationError`."""
+        raise ConfigurationError(f"{type(self).__name__} cannot be snapshot")
+
+    def restore(self, snapshot: bytes) -> Observation:
+        """Go back to a snapshot of the same environment. Raises `ConfigurationError`."""
+        raise ConfigurationError(f"{type(self).__name__} cannot be restored")
 
     def __enter__(self) -> Self:
         return self
@@ -93,22 +114,57 @@ class Environment(ABC):
 def check_action(
     action: npt.NDArray[np.float32], info: EnvironmentInfo, *, frame: int
 ) -> tuple[npt.NDArray[np.float32], bool]:
-    """The action to execute, and whether the bounds changed it.
+    """The action to execute, and whether the bounds changed it. Shape: (A,); see `check_chunk`."""
+    if isinstance(action, np.ndarray) and action.ndim == 1:
+        executed, clipped = check_chunk(action[None], info, frame=frame)
+        return executed[0], bool(clipped[0])
+    raise _refused(action, info, frame)
 
-    Only a float32 array of shape (A,) is taken (B38). Raises `DataError` for anything else and
-    for numbers that are not finite (B36). Values outside the bounds are clipped (B37).
+
+def check_chunk(
+    actions: npt.NDArray[np.float32], info: EnvironmentInfo, *, frame: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    """The actions to execute, and which the bounds changed. Shapes: (n, A) and (n,).
+
+    Only float32 of that shape is taken (B38). Raises `DataError` for anything else and for numbers
+    that are not finite (B36), naming the frame. Values outside the bounds are clipped (B37).
     """
-    expected = info.action_low.shape
-    if not isinstance(action, np.ndarray) or action.dtype != np.float32:
-        given = getattr(action, "dtype", type(action).__name__)
-        raise DataError(f"an action is a float32 array, not {given}", frame=frame, column="action")
-    if action.shape != expected:
-        raise DataError(
-            f"the action has shape {action.shape}, the environment takes {expected}",
-            frame=frame,
-            column="action",
+    if (
+        not isinstance(actions, np.ndarray)
+        or actions.dtype != np.float32
+        or actions.ndim != 2
+        or actions.shape[1:] != info.action_low.shape
+    ):
+        raise _refused(actions, info, frame)
+    finite = np.isfinite(actions)
+    if not finite.all():
+        first = int(np.argmin(finite.all(axis=1)))
+        raise DataError("the action is not finite", frame=frame + first, column="action")
+    executed = np.clip(actions, info.action_low, info.action_high)
+    return executed, (executed != actions).any(axis=1)
+
+
+def _refused(actions: object, info: EnvironmentInfo, frame: int) -> DataError:
+    if not isinstance(actions, np.ndarray) or actions.dtype != np.float32:
+        given = getattr(actions, "dtype", type(actions).__name__)
+        return DataError(f"an action is a float32 array, not {given}", frame=frame, column="action")
+    return DataError(
+        f"the action has shape {actions.shape}, the environment takes {info.action_low.shape}",
+        frame=frame,
+        column="action",
+    )
+
+
+def init_state_of(options: Mapping[str, Any] | None, num_init_states: int) -> int | None:
+    """The option `init_state`, checked. Raises `ConfigurationError` for any other option."""
+    given = dict(options or {})
+    init_state = given.pop("init_state", None)
+    if given:
+        raise ConfigurationError(f"unknown reset options {sorted(given)}")
+    if init_state is None:
+        return None
+    if type(init_state) is not int or not 0 <= init_state < num_init_states:
+        raise ConfigurationError(
+            f"init_state {init_state!r}: there are {num_init_states}, counted from 0"
         )
-    if not np.isfinite(action).all():
-        raise DataError("the action is not finite", frame=frame, column="action")
-    executed = np.clip(action, info.action_low, info.action_high)
-    return executed, bool((executed != action).any())
+    return init_state

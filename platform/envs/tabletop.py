@@ -7,8 +7,10 @@ grasped.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ from vla_platform.envs.base import (
     Observation,
     Step,
     check_action,
+    init_state_of,
 )
 from vla_platform.errors import ConfigurationError
 
@@ -122,7 +125,7 @@ class Tabletop(Environment):
             raise ConfigurationError(f"cameras are some of {CAMERAS}, not {cameras}")
         names = ("x", "y", "grip") if gripper else ("x", "y")
         self._info = EnvironmentInfo(
-            cameras={name: (image_size, image_size) for name in cameras},
+            cameras={name: (image_size, image_size) for name in cameras if render},
             state_names=names,
             action_names=("dx", "dy", "grip")[: len(names)],
             action_low=np.full(len(names), -1, np.float32),
@@ -130,15 +133,16 @@ class Tabletop(Environment):
             fps=10.0,
             max_steps=max_steps,
             robot_type="tabletop",
+            can_snapshot=True,
         )
         self._sentences = sentences
         self._size = image_size
-        self._render = render
         self._has_gripper = gripper
         self._scene: Scene | None = None
         self._still: Image | None = None
         self._position = np.zeros(2)
         self._opening = 1.0
+        self._seed = 0
         self._steps = 0
         self._done = True
 
@@ -152,7 +156,9 @@ class Tabletop(Environment):
             raise ConfigurationError("reset the environment first")
         return self._scene
 
-    def reset(self, seed: int) -> Observation:
+    def reset(self, seed: int, options: Mapping[str, Any] | None = None) -> Observation:
+        init_state_of(options, 0)
+        self._seed = seed
         self._scene = Scene.draw(seed, self._sentences)
         self._still = None
         self._position = np.array(self._scene.gripper)
@@ -161,7 +167,7 @@ class Tabletop(Environment):
         self._done = False
         return self._observe()
 
-    def step(self, action: npt.NDArray[np.float32]) -> Step:
+    def step(self, action: npt.NDArray[np.float32], *, render: bool = True) -> Step:
         if self._done:
             raise ConfigurationError("the episode is over: reset the environment first")
         executed, clipped = check_action(action, self._info, frame=self._steps)
@@ -174,7 +180,7 @@ class Tabletop(Environment):
         truncated = not success and self._steps >= self._info.max_steps
         self._done = success or truncated
         return Step(
-            observation=self._observe(),
+            observation=self._observe(render=render or self._done),
             reward=float(success),
             terminated=success,
             truncated=truncated,
@@ -185,6 +191,18 @@ class Tabletop(Environment):
     def close(self) -> None:
         self._scene = self._still = None
         self._done = True
+
+    def snapshot(self) -> bytes:
+        moving = [*self._position.tolist(), self._opening]
+        return json.dumps([self._seed, moving, self._steps, self._done]).encode()
+
+    def restore(self, snapshot: bytes) -> Observation:
+        seed, moving, steps, done = json.loads(snapshot)
+        self.reset(int(seed))
+        self._position = np.array(moving[:2], np.float64)
+        self._opening = float(moving[2])
+        self._steps, self._done = int(steps), bool(done)
+        return self._observe()
 
     def expert_action(self) -> npt.NDArray[np.float32]:
         """Straight to the target, then grasp. Shape: (A,)."""
@@ -199,25 +217,26 @@ class Tabletop(Environment):
         center = self.scene.blocks[self.scene.target].center
         return float(np.linalg.norm(self._position - np.array(center)))
 
-    def _observe(self) -> Observation:
+    def _observe(self, *, render: bool = True) -> Observation:
         state = [*self._position, self._opening] if self._has_gripper else [*self._position]
-        images = {name: self._image(name) for name in self._info.cameras} if self._render else {}
+        shown = self._info.cameras if render else ()
+        images = {name: self._image(name) for name in shown}
         return Observation(images, np.array(state, np.float32), self.scene.task)
 
     def _image(self, camera: str) -> Image:
         if camera == "wrist":
-            image = _draw_table(self.scene, tuple(self._position), WRIST_EXTENT, self._size)
-            _draw_gripper(image, (0.5, 0.5), self._opening, 1 / WRIST_EXTENT)
+            image = draw_table(self.scene, tuple(self._position), WRIST_EXTENT, self._size)
+            draw_gripper(image, (0.5, 0.5), self._opening, 1 / WRIST_EXTENT)
             return image
         if self._still is None:
-            self._still = _draw_table(self.scene, (0.5, 0.5), 1.0, self._size)
+            self._still = draw_table(self.scene, (0.5, 0.5), 1.0, self._size)
         image = self._still.copy()
         x, y = self._position
-        _draw_gripper(image, (float(x), float(y)), self._opening, 1.0)
+        draw_gripper(image, (float(x), float(y)), self._opening, 1.0)
         return image
 
 
-def _draw_table(scene: Scene, center: tuple[float, ...], extent: float, size: int) -> Image:
+def draw_table(scene: Scene, center: tuple[float, ...], extent: float, size: int) -> Image:
     """The table and its blocks seen from above: a square window of `extent` table units."""
     axis = ((np.arange(size) + 0.5) / size - 0.5) * extent
     x, y = center[0] + axis, center[1] + axis
@@ -238,7 +257,7 @@ def _draw_table(scene: Scene, center: tuple[float, ...], extent: float, size: in
     return image
 
 
-def _draw_gripper(image: Image, center: tuple[float, float], opening: float, scale: float) -> None:
+def draw_gripper(image: Image, center: tuple[float, float], opening: float, scale: float) -> None:
     """Two dark fingers, drawn in place; the gap shows the opening; `scale` in image widths."""
     axis = (np.arange(len(image)) + 0.5) / len(image)
     dx, dy = (axis - center[0]) / scale, (axis - center[1]) / scale

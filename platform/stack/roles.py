@@ -6,9 +6,14 @@ Servers come first; every worker role waits for their ports and may then start i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+
+from vla_platform.broker import environment_queues
+from vla_platform.control.environment_hosts import split_budget
+from vla_platform.envs.installs import interpreter_for
 
 APP = "vla_platform.app:app"
 SERVERS = ("redis-control", "redis-payload", "s3")
@@ -48,8 +53,8 @@ class Role:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def _celery(*arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "celery", "-A", APP, *arguments)
+def _celery(*arguments: str, python: str = sys.executable) -> tuple[str, ...]:
+    return (python, "-m", "celery", "-A", APP, *arguments)
 
 
 def _worker(name: str, queues: str, *, concurrency: int, stop_s: float = 20.0) -> Role:
@@ -88,3 +93,33 @@ ROLES: tuple[Role, ...] = (
         port=True,
     ),
 )
+
+HOST_CONCURRENCY = 4
+"""Rollouts and evaluations at once in one environment host."""
+
+
+def environment_roles(budget: int, shares: Mapping[str, float], var: Path) -> tuple[Role, ...]:
+    """`budget` environment hosts, split by share; each runs in its harness's interpreter.
+
+    Raises `ConfigurationError` for a harness that is not installed.
+    """
+    return tuple(
+        _environment_host(harness, f"env-{harness}-{number}", str(interpreter_for(harness, var)))
+        for harness, count in split_budget(budget, shares).items()
+        for number in range(1, count + 1)
+    )
+
+
+def _environment_host(harness: str, name: str, python: str) -> Role:
+    queues = ",".join(environment_queues(harness, name))
+    return Role(
+        name=name,
+        stop_s=30.0,
+        environment={"VLA_HARNESS": harness},
+        command=lambda _: _celery(
+            *("worker", "--queues", queues, "--hostname", f"{name}@%h"),
+            *("--pool", "threads", "--concurrency", str(HOST_CONCURRENCY)),
+            *("--loglevel", "INFO", "--without-mingle"),
+            python=python,
+        ),
+    )

@@ -10,7 +10,7 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform.broker import INGRESS_PREFIX, tenant_of
-from vla_platform.control import explanation, workloads
+from vla_platform.control import environments, explanation, workloads
 from vla_platform.control.services import services
 from vla_storage.errors import CodedError
 
@@ -44,6 +44,15 @@ def explain(self: Task, request_id: str, run: str) -> None:
         return asdict(explanation.explain(services().ledger, run))
 
     _answer(self, request_id, explained)
+
+
+@shared_task(name="ingress.open_environment", bind=True, ignore_result=True)
+def open_environment(self: Task, request_id: str, environment: str) -> None:
+    _answer(
+        self,
+        request_id,
+        lambda tenant: environments.open_environment(services(), tenant, environment),
+    )
 
 
 def _answer(task: Task, request_id: str, call: Callable[[str], Any]) -> None:

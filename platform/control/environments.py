@@ -1,0 +1,58 @@
+"""Opening a tenant's remote session: validated, assigned to a host, handed over."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from typing import Any
+
+import redis
+
+from vla_platform.control.environment_hosts import HostTable
+from vla_platform.control.services import Services
+from vla_platform.envs import wire
+from vla_platform.envs.harnesses import check_request
+from vla_platform.envs.remote_protocol import OPEN_S, open_requests
+from vla_platform.envs.sessions import EnvironmentRequest
+from vla_platform.errors import SpecError, UnavailableError
+from vla_platform.specs import load_json, nearest
+
+
+def open_environment(services: Services, tenant: str, text: str) -> dict[str, str]:
+    """Where the tenant's session is; the environment is made meanwhile, and its first answer waits
+    under the session's name.
+
+    Raises `SpecError` for what no host should see, `UnavailableError` where no host has room.
+    """
+    request = _parse(text)
+    harness, _, _ = check_request(request)
+    host_id = HostTable(services.ledger.client).assign(harness.name)
+    session = secrets.token_hex(8)
+    message = {"tenant": tenant, "session": session, "request": request}
+    try:
+        payload = _payload(services.settings.payload_url)
+        with payload.pipeline() as pipe:
+            pipe.rpush(open_requests(host_id), wire.encode(message))
+            pipe.pexpire(open_requests(host_id), round(1000 * OPEN_S))
+            pipe.execute()
+    except redis.RedisError as error:
+        raise UnavailableError(f"the payload store does not answer: {error}") from error
+    return {"host": host_id, "session": session}
+
+
+def _parse(text: str) -> EnvironmentRequest:
+    raw = load_json(text)
+    if not isinstance(raw, dict):
+        raise SpecError("an environment is asked for with a map of fields", problems=[])
+    known = {"env_id", "options", "expert"}
+    for name in set(raw) - known:
+        raise SpecError(f"{name[:80]}: unknown field; {nearest(name, known)}", problems=[])
+    env_id, options = raw.get("env_id"), raw.get("options", {})
+    if not (isinstance(env_id, str) and isinstance(options, dict)):
+        raise SpecError("env_id is a text and options are a map", problems=[])
+    return EnvironmentRequest(env_id=env_id, options=options, expert=bool(raw.get("expert", False)))
+
+
+@functools.cache
+def _payload(url: str) -> Any:
+    return redis.Redis.from_url(url, socket_timeout=10.0, socket_connect_timeout=5.0)
