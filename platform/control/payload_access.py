@@ -1,5 +1,5 @@
 """A tenant's access to the payload Redis: its own `<tenant>:payload:` keys, within its quota, and
-its own streams of inference requests.
+its own streams of inference requests and environment sessions.
 
 The server keeps nothing: after a restart users, quotas and functions are applied again, from the
 records in S3.
@@ -14,6 +14,7 @@ from typing import Any
 import redis
 
 from vla_platform.control.tenant_records import TENANTS_KEY, Tenant, list_tenants
+from vla_platform.envs import remote_protocol
 from vla_storage.objects import ObjectStore
 from vla_storage.payloads.redis_index import load_functions, quota_key
 
@@ -43,6 +44,7 @@ def payload_acl_rules(tenant: Tenant) -> list[str]:
         f"%R~{quota_key(name)}",
         "resetchannels",
         *_COMMANDS.split(),
+        *remote_protocol.acl_rules(name),
     ]
 
 
