@@ -14,13 +14,14 @@ from vla_platform.control.startup import install_gates
 from vla_platform.settings import Settings, load_settings
 from vla_platform.stack.readiness import announce
 
-QUEUES = ("control", "sft", "training")
+QUEUES = ("control", "sft", "advantages", "training")
 """Beside these, `rollout.<harness>` and `evaluation.<harness>` of each harness, and a rollout queue
 of each environment host (`environment_queues`)."""
 
 TASK_ROUTES = {
     "control.*": {"queue": "control"},
     "sft.*": {"queue": "sft"},
+    "advantages.*": {"queue": "advantages"},
     "training.*": {"queue": "training"},
 }
 """Ingress tasks have no route: tenants publish them on their own queues (`ingress.<tenant>`).
@@ -32,6 +33,7 @@ TASK_MODULES = (
     "vla_platform.tasks.ingress",
     "vla_platform.tasks.rollout",
     "vla_platform.tasks.sft",
+    "vla_platform.tasks.advantages",
     "vla_platform.tasks.training",
 )
 

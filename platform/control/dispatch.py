@@ -11,14 +11,29 @@ from typing import Any
 from celery import current_app
 
 from vla_platform.broker import evaluation_queue, queue, rollout_queue
+from vla_platform.control.states import Stage
 
 
 def prepare(tenant: str, workload: str) -> None:
     current_app.send_task("sft.prepare", kwargs={"tenant_id": tenant, "workload": workload})
 
 
-def produce(tenant: str, workload: str) -> None:
-    current_app.send_task("sft.produce", kwargs={"tenant_id": tenant, "workload": workload})
+def produce(workload: Mapping[str, str]) -> None:
+    """To whoever makes this workload's samples; `workload` is the ledger's hash of it."""
+    arguments = {"tenant_id": workload["tenant"], "workload": workload["id"]}
+    if workload["kind"] == "rl":
+        where = queue(rollout_queue(workload["harness"]))
+        current_app.send_task("rollout.produce", kwargs=arguments, queue=where)
+    else:
+        current_app.send_task("sft.produce", kwargs=arguments)
+
+
+def stage(stage: Stage, base_model: str) -> None:
+    """To whoever computes what samples still lack."""
+    if stage is Stage.ADVANTAGES:
+        current_app.send_task("advantages.compute", kwargs={})
+    else:
+        current_app.send_task("training.actor_forward", kwargs={"base_model": base_model})
 
 
 def train(*, job_id: str, tenant: str, partition_id: str, base_model: str) -> None:
@@ -30,29 +45,6 @@ def train(*, job_id: str, tenant: str, partition_id: str, base_model: str) -> No
             "partition_id": partition_id,
             "base_model": base_model,
         },
-    )
-
-
-def rollout(
-    config: Mapping[str, Any], *, job_id: str, num_envs: int, horizon: int, version: int | None,
-    policy: str, workload: str, host_id: str | None = None,
-) -> None:  # fmt: skip
-    """To one host (`HostTable.assign`), or to whichever of the harness is free.
-
-    `config` is a `RolloutConfig` as a dict.
-    """
-    current_app.send_task(
-        "rollout.rollout",
-        kwargs={
-            "config": dict(config),
-            "job_id": job_id,
-            "num_envs": num_envs,
-            "horizon": horizon,
-            "version": version,
-            "policy": policy,
-            "workload": workload,
-        },
-        queue=queue(rollout_queue(str(config["env_id"]).partition("/")[0], host_id)),
     )
 
 

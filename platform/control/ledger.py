@@ -155,6 +155,14 @@ class Ledger:
             raise NotFoundError(f"no run {workload}", workload=workload)
         return found
 
+    def descriptor(self, job_id: str) -> dict[str, str]:
+        """All fields of a training job, those of its stages too."""
+        with _answers():
+            found: dict[str, str] = self._redis.hgetall(f"vla:j:{job_id}")
+        if not found:
+            raise NotFoundError(f"no training job {job_id}", job_id=job_id)
+        return found
+
     def knows(self, workload: str) -> bool:
         """False: it never was, or the control Redis has lost it and is about to recover."""
         with _answers():
@@ -176,7 +184,7 @@ class Ledger:
         answer = json.loads(self._call("reserve", workload, _ms(lease_s), given))
         return TrainingJob.from_hash(answer["job"]) if "job" in answer else str(answer["wait"])
 
-    def mark(self, job: TrainingJob, state: JobState, **fields: int | str) -> bool:
+    def mark(self, job: TrainingJob, state: JobState, **fields: int | float | str) -> bool:
         """The held job goes on to `state`, with `fields` written to its descriptor.
 
         True: a task for the next stage should be sent, for nobody is known to look.

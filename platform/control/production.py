@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from vla_platform.control import dispatch
+from vla_platform.control.admission import check_rl, derive_schema, open_for, split_episodes
 from vla_platform.control.plan import Domain, Plan
+from vla_platform.control.prepared import Prepared, load_prepared, prepared_key
 from vla_platform.control.services import Services
 from vla_platform.control.states import JobState, WorkloadState, is_terminal
 from vla_platform.control.training_job import TrainingJob
-from vla_platform.control.workloads import (
-    Prepared,
-    derive_schema,
-    load_prepared,
-    load_spec,
-    open_for,
-    prepared_key,
-    split_episodes,
-)
+from vla_platform.control.workloads import load_sft_spec, load_spec
 from vla_platform.datasets import Batch, Demonstrations, LeRobotDataset
 from vla_platform.datasets.demonstrations import DEFAULT_CACHE_BYTES
 from vla_platform.datasets.frames import FrameSource
 from vla_platform.errors import DatasetError, LeaseLostError
 from vla_platform.failpoints import Failpoint, reach
 from vla_platform.schema import Schema
-from vla_platform.specs import SFTSpec
+from vla_platform.specs import RLSpec, SFTSpec, canonical_json
 from vla_storage.errors import CodedError, ObjectExistsError
 
 MOST_SOURCES = 16
@@ -93,7 +88,7 @@ class Sources:
             source.close()
 
     def _load(self, tenant: str, run: str) -> Source:
-        spec = load_spec(self._services, tenant, run)
+        spec = load_sft_spec(self._services, tenant, run)
         prepared = load_prepared(self._services, tenant, run)
         dataset = open_for(self._services, tenant, spec)
         size = prepared.schema.image_size
@@ -149,7 +144,11 @@ def prepare(services: Services, tenant: str, run: str) -> str:
     """
     if services.ledger.workload(run)["prepared"] != "1":
         try:
-            prepared, plan = _measure(services, tenant, run)
+            spec = load_spec(services, tenant, run)
+            if isinstance(spec, RLSpec):
+                prepared, positions, steps = _interface(services, tenant, spec)
+            else:
+                prepared, positions, steps = _measure(services, tenant, spec)
         except CodedError as error:
             if error.retryable or not services.ledger.knows(run):
                 raise  # the reconciler sends this again
@@ -157,19 +156,33 @@ def prepare(services: Services, tenant: str, run: str) -> str:
         # It may be there already, from a worker that died before it could say so.
         with contextlib.suppress(ObjectExistsError):
             services.objects.put(prepared_key(tenant, run), prepared.to_json(), if_absent=True)
-        services.ledger.prepared(run, total_positions=plan.positions, total_steps=plan.steps)
+        services.ledger.prepared(run, total_positions=positions, total_steps=steps)
     return admit(services, tenant, run)
 
 
 def admit(services: Services, tenant: str, run: str) -> str:
     answer = services.ledger.admit(run, max_running=services.settings.max_running_per_tenant)
     if answer == "running":
-        dispatch.produce(tenant, run)
+        dispatch.produce(services.ledger.workload(run))
     return answer
 
 
-def _measure(services: Services, tenant: str, run: str) -> tuple[Prepared, Plan]:
-    spec = load_spec(services, tenant, run)
+def _interface(services: Services, tenant: str, spec: RLSpec) -> tuple[Prepared, int, int]:
+    """That of the checkpoint that the run begins from; its data are made by rollouts."""
+    environment = canonical_json(spec.environment.model_dump(mode="json"))
+    prepared = replace(
+        check_rl(services, tenant, spec),
+        dataset_digest=hashlib.sha256(environment).hexdigest(),
+        train_episodes=(),
+        heldout_episodes=(),
+        num_samples=0,
+        num_heldout=0,
+        num_skipped=0,
+    )
+    return prepared, 0, spec.updates
+
+
+def _measure(services: Services, tenant: str, spec: SFTSpec) -> tuple[Prepared, int, int]:
     dataset = open_for(services, tenant, spec)
     schema = derive_schema(services, spec, dataset)
     train, heldout = split_episodes(spec, dataset)
@@ -189,8 +202,11 @@ def _measure(services: Services, tenant: str, run: str) -> tuple[Prepared, Plan]
         num_heldout=num_heldout,
         statistics=statistics,
         num_skipped=num_skipped,
+        action_module=spec.action_module,
+        normalization=spec.dataset.normalization,
     )
-    return prepared, Plan.of(spec, num_samples=num_samples, num_heldout=num_heldout)
+    plan = Plan.of(spec, num_samples=num_samples, num_heldout=num_heldout)
+    return prepared, plan.positions, plan.steps
 
 
 def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
@@ -213,7 +229,7 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
                 if job in ENDED:
                     sources.drop(run)
                 return produced
-        dispatch.produce(tenant, run)
+        dispatch.produce(services.ledger.workload(run))
     except LeaseLostError:
         sources.drop(run)  # cancelled, sent back or taken over: the ledger knows who goes on
     except CodedError as error:

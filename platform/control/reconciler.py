@@ -29,7 +29,9 @@ def reconcile(services: Services) -> Due:
     for run in due.admit:
         production.admit(services, services.ledger.workload(run)["tenant"], run)
     for run in due.produce:
-        dispatch.produce(services.ledger.workload(run)["tenant"], run)
+        dispatch.produce(services.ledger.workload(run))
+    for stage, base_model in due.stages:
+        dispatch.stage(stage, base_model)
     for base_model in due.train:
         job = services.ledger.first_ready(base_model)
         if job is not None:

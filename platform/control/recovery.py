@@ -15,10 +15,11 @@ from typing import Any, Protocol
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.outcomes import outcome_key
 from vla_platform.control.plan import Plan
+from vla_platform.control.prepared import Prepared, prepared_key
 from vla_platform.control.tenant_records import list_tenants
 from vla_platform.control.tenants import restore_acls
-from vla_platform.control.workloads import Prepared, ledger_fields, prepared_key, spec_key
-from vla_platform.specs import parse_spec_json
+from vla_platform.control.workloads import ledger_fields, spec_key
+from vla_platform.specs import RLSpec, WorkloadSpec, parse_spec_json
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import CodedError
 from vla_storage.objects import ObjectStore
@@ -112,8 +113,7 @@ def _recover_one(
         "position": 0, "step": 0, "policy_version": 0,
     }  # fmt: skip
     if prepared is not None:
-        plan = Plan.of(spec, num_samples=prepared.num_samples, num_heldout=prepared.num_heldout)
-        fields |= {"total_positions": plan.positions, "total_steps": plan.steps}
+        fields |= _length(spec, prepared)
     if outcome is not None:
         fields |= {
             "state": outcome["state"],
@@ -123,11 +123,19 @@ def _recover_one(
         }
     else:
         fields |= _progress(stores, tenant, run, policy=spec.policy)
-        if prepared is not None and fields["position"] >= fields["total_positions"]:
+        done = "step" if isinstance(spec, RLSpec) else "position"
+        if prepared is not None and fields[done] >= fields[f"total_{done}s"]:
             fields["state"] = "succeeded"
     if not stores.ledger.restore(run, fields):
         return None
     return "restored" if fields["state"] == "pending" else "ended"
+
+
+def _length(spec: WorkloadSpec, prepared: Prepared) -> dict[str, int]:
+    if isinstance(spec, RLSpec):
+        return {"total_positions": 0, "total_steps": spec.updates}
+    plan = Plan.of(spec, num_samples=prepared.num_samples, num_heldout=prepared.num_heldout)
+    return {"total_positions": plan.positions, "total_steps": plan.steps}
 
 
 def _progress(stores: Stores, tenant: str, run: str, *, policy: str) -> dict[str, Any]:

@@ -58,6 +58,8 @@ class DropReason(StrEnum):
     """Every group's advantages are zero: there is nothing to learn."""
     REJECTED_BY_PASSRATE = "rejected_by_passrate"
     """No group is within the accepted pass rates."""
+    SAMPLES_LOST = "samples_lost"
+    """The payload store has lost them; another rollout takes their place."""
 
 
 class Lifecycle(StrEnum):

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from vla_platform.control.states import Stage
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
@@ -73,7 +75,7 @@ class Due:
     prepare: tuple[str, ...] = ()  # workloads
     admit: tuple[str, ...] = ()  # workloads
     produce: tuple[str, ...] = ()  # workloads
-    stages: tuple[tuple[str, str], ...] = ()  # (stage, base model)
+    stages: tuple[tuple[Stage, str], ...] = ()  # (stage, base model)
     train: tuple[str, ...] = ()  # base models
 
 

@@ -36,7 +36,10 @@ class Prediction(Protocol):
     def value(self) -> npt.NDArray[Any] | None: ...  # Shape: (B,)
 
     @property
-    def features_key(self) -> str | None: ...
+    def latent(self) -> npt.NDArray[Any] | None: ...  # leading B; what was drawn, for training
+
+    @property
+    def features(self) -> list[npt.NDArray[Any]] | None: ...  # (L, D) of each row
 
 
 class Policy(Protocol):
@@ -47,7 +50,7 @@ class Policy(Protocol):
         observations: Sequence[Observation],
         *,
         policy_key: str,
-        version: int | None,
+        version: int | str | None,
         seed: int | None = None,
         timeout_s: float,
     ) -> Prediction: ...
@@ -62,7 +65,8 @@ class Predicted:
     module_digest: str = ""
     log_prob: npt.NDArray[Any] | None = None
     value: npt.NDArray[Any] | None = None
-    features_key: str | None = None
+    latent: npt.NDArray[Any] | None = None
+    features: list[npt.NDArray[Any]] | None = None
 
 
 class ExpertPolicy:
@@ -73,14 +77,14 @@ class ExpertPolicy:
         observations: Sequence[Observation],
         *,
         policy_key: str,
-        version: int | None,
+        version: int | str | None,
         seed: int | None = None,
         timeout_s: float,
     ) -> Predicted:
         actions = [seen.expert_action for seen in observations]
         if any(action is None for action in actions):
             raise ConfigurationError("the sessions were opened without `expert`")
-        return Predicted(np.stack(actions)[:, None], version or 0, "expert")  # type: ignore[arg-type]
+        return Predicted(np.stack(actions)[:, None], _number(version), "expert")  # type: ignore[arg-type]
 
 
 class RandomPolicy:
@@ -96,15 +100,19 @@ class RandomPolicy:
         observations: Sequence[Observation],
         *,
         policy_key: str,
-        version: int | None,
+        version: int | str | None,
         seed: int | None = None,
         timeout_s: float,
     ) -> Predicted:
         shape = (len(observations), self._chunk, len(self._low))
         draws = np.random.default_rng(seed).random(shape)
         actions = (self._low + draws * (self._high - self._low)).astype(np.float32)
-        return Predicted(actions, version or 0, "random")
+        return Predicted(actions, _number(version), "random")
 
 
 def needs_expert(policy: Policy) -> bool:
     return isinstance(policy, ExpertPolicy)
+
+
+def _number(version: int | str | None) -> int:
+    return version if isinstance(version, int) else 0

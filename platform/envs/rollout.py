@@ -106,7 +106,7 @@ def rollout(
     job_id: str,
     num_envs: int,
     horizon: int,
-    version: int | None,
+    version: int | str | None,
     *,
     host: EnvironmentHost,
     policy: Policy,
@@ -163,7 +163,7 @@ def rollout(
         num_clipped=play.num_clipped,
         episodes=tuple(one.summary() for one in episodes),
         dropped=dict(play.dropped),
-        columns={name: tuple(array.shape) for name, array in columns.items()},
+        columns={name: _shape(column) for name, column in columns.items()},
         videos=videos,
         seconds=time.monotonic() - started,
     )
@@ -173,7 +173,11 @@ class _Play:
     """The state of one rollout."""
 
     def __init__(
-        self, config: RolloutConfig, sessions: SessionGroup, policy: Policy, version: int | None
+        self,
+        config: RolloutConfig,
+        sessions: SessionGroup,
+        policy: Policy,
+        version: int | str | None,
     ) -> None:
         self._config = config
         self._sessions = sessions
@@ -293,7 +297,7 @@ class _Play:
                 f"the policy gives actions {prediction.actions.shape}, not {(*expected, 'A')}",
                 column="actions",
             )
-        if self._version is not None and prediction.policy_version != self._version:
+        if isinstance(self._version, int) and prediction.policy_version != self._version:
             raise DataError(
                 f"the policy acts with version {prediction.policy_version}, "
                 f"{self._version} was asked for",
@@ -313,6 +317,8 @@ class _Play:
                 policy_version=prediction.policy_version,
                 log_prob=None if prediction.log_prob is None else prediction.log_prob[row],
                 value=None if prediction.value is None else float(prediction.value[row]),
+                latent=None if prediction.latent is None else prediction.latent[row],
+                feature=None if prediction.features is None else prediction.features[row],
                 outcome=outcome,
             )
         )
@@ -363,6 +369,11 @@ class _Play:
         if prediction.value is not None:
             for at, (episode, _) in enumerate(unvalued):
                 episode.final_value = float(prediction.value[first + at])
+
+
+def _shape(column: Any) -> tuple[int, ...]:
+    """Of a ragged column the number of rows."""
+    return tuple(column.shape) if isinstance(column, np.ndarray) else (len(column),)
 
 
 def _publish(config: RolloutConfig, payloads: PayloadStore, columns: dict[str, Any]) -> None:

@@ -14,7 +14,9 @@ Columns, leading B, with C cameras, P = image size, H = chunk:
     actions_is_pad (B, H) bool  true past what was executed
     rewards (B, H)              one per executed action
     terminated, truncated, success (B,) bool   how the episode ended with this decision
-    value (B,), log_prob (B, ...)              where the policy gives them
+    value (B,), log_prob (B, H)                where the policy gives them
+    latent (B, K, H, A)                        what was drawn, in normalised units
+    feature, ragged (L, D)                     of decisions, as the prediction computed it
     policy_version, episode, frame, env, group (B,) int64
 """
 
@@ -33,7 +35,8 @@ from vla_platform.datasets.prompts import encode_prompts
 from vla_platform.envs.base import Observation
 from vla_platform.envs.sessions import Outcome
 
-Columns = dict[str, npt.NDArray[Any]]
+Columns = dict[str, Any]
+"""Dense columns are arrays with leading B, ragged ones lists of B arrays."""
 
 
 class End(StrEnum):
@@ -76,6 +79,8 @@ class Decision:
     log_prob: npt.NDArray[Any] | None
     value: float | None
     outcome: Outcome | None = None
+    latent: npt.NDArray[Any] | None = None  # (K, H, A)
+    feature: npt.NDArray[Any] | None = None  # (L, D)
 
 
 @dataclass(frozen=True)
@@ -213,6 +218,19 @@ def _estimates(rows: Sequence[tuple[Episode, Decision | None]]) -> Columns:
             [one.log_prob if one is not None and one.log_prob is not None else empty
              for _, one in rows]
         ).astype(np.float32)  # fmt: skip
+    if first.latent is not None:
+        blank = np.zeros_like(first.latent, np.float32)
+        columns["latent"] = np.stack(
+            [one.latent if one is not None and one.latent is not None else blank for _, one in rows]
+        ).astype(np.float32)
+    decisions = [one for _, one in rows if one is not None]
+    if all(one.feature is not None for one in decisions):
+        width = np.shape(decisions[0].feature)[1]  # type: ignore[arg-type]
+        nothing = np.zeros((0, width), np.float32)
+        columns["feature"] = [
+            one.feature if one is not None and one.feature is not None else nothing
+            for _, one in rows
+        ]
     return columns
 
 

@@ -16,9 +16,11 @@ import redis
 from celery import Celery, bootsteps
 from celery.worker.consumer.tasks import Tasks
 
+from vla_platform.client.inference import InferenceProxy
 from vla_platform.control.environment_hosts import HostState, HostTable
 from vla_platform.control.services import services
 from vla_platform.envs.host import EnvironmentHost, HostLimits, Isolation
+from vla_platform.envs.inference_policy import InferencePolicy
 from vla_platform.envs.policies import ExpertPolicy, Policy
 from vla_platform.envs.remote import RemoteSessions
 from vla_platform.errors import ConfigurationError
@@ -30,7 +32,20 @@ _log = logging.getLogger(__name__)
 PolicyFactory = Callable[[str], Policy]
 """`factory(tenant)`: the tenant's way to actions, such as the inference proxy."""
 
-POLICIES: dict[str, PolicyFactory] = {"expert": lambda tenant: ExpertPolicy()}
+
+@functools.cache
+def proxy() -> InferenceProxy:
+    """This process's way to the inference workers, shared by all its sessions and tenants."""
+    settings = load_settings()
+    return InferenceProxy.connect(
+        settings.payload_url.split(",")[0], services().ledger.base_model_of
+    )
+
+
+POLICIES: dict[str, PolicyFactory] = {
+    "expert": lambda tenant: ExpertPolicy(),
+    "inference": lambda tenant: InferencePolicy(proxy(), sample=False),
+}
 """By the name that a rollout or evaluation asks for."""
 
 

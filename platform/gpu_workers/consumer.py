@@ -35,6 +35,7 @@ from vla_platform.gpu_workers.inference import Engine, Outcome, RunCost, RunPart
 from vla_platform.inference.arena import ArenaReader
 from vla_platform.inference.channel.base import Delivery, Reply, RequestChannel
 from vla_platform.inference.protocol import (
+    ARRAYS,
     Answer,
     Prediction,
     PredictRequest,
@@ -582,11 +583,12 @@ def _joined(parts: list[Prediction]) -> Prediction:
     if len(parts) == 1:
         return parts[0]
     keys = [part.features_key for part in parts if part.features_key is not None]
-    return replace(
-        parts[0],
-        actions=np.concatenate([part.actions for part in parts]),
-        features_key=",".join(keys) or None,
-    )
+    arrays: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ARRAYS
+        if getattr(parts[0], name) is not None
+    }
+    return replace(parts[0], features_key=",".join(keys) or None, **arrays)
 
 
 def _answer_to(item: _Item, outcome: Outcome) -> Answer:

@@ -25,6 +25,7 @@ from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.features import VLAFeature, stack_features
 from vla_platform.gpu_workers.module_versions import MountedModule
 
+Floats = npt.NDArray[np.float32]
 MIN_STACKED = 3
 """Modules from which stacking pays on a CPU (measured: its own cost is that of two calls)."""
 MAX_STACKS = 8
@@ -32,12 +33,25 @@ MAX_STACKS = 8
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """One row of a batch. `state` (S,) where the module reads one; `seed` of its own noise."""
+    """One row of a batch. `state` (S,) where the module reads one; `seed` of its own noise;
+    `sample`: draw from the module's distribution, and judge the draw."""
 
     mounted: MountedModule
     feature: Tensor
     state: npt.NDArray[np.float32] | None
     seed: int
+    sample: bool = False
+
+
+@dataclass(frozen=True)
+class DecodedRow:
+    """One row's chunk, un-normalised, (H, A); of a sample also its latent (K, H, A), its
+    log-probabilities (H,) and the value of what was seen."""
+
+    actions: Floats
+    latent: Floats | None = None
+    log_prob: Floats | None = None
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,24 +72,29 @@ class Decoder:
         self.num_stacked_calls = 0
 
     @torch.no_grad()
-    def decode(self, rows: Sequence[DecodeRow]) -> list[npt.NDArray[np.float32]]:
-        """Action chunks, (H, A) each, un-normalised, in the order of the rows."""
+    def decode(self, rows: Sequence[DecodeRow]) -> list[DecodedRow]:
+        """Action chunks in the order of the rows."""
         places: dict[int, list[int]] = {}
+        drawn: dict[int, list[int]] = {}
         for at, row in enumerate(rows):
-            places.setdefault(id(row.mounted), []).append(at)
+            of = drawn if row.sample else places
+            of.setdefault(id(row.mounted), []).append(at)
+        results: list[DecodedRow | None] = [None] * len(rows)
+        for found in drawn.values():
+            for at, sampled in zip(found, _sampled([rows[at] for at in found]), strict=True):
+                results[at] = sampled
         inputs = {key: _inputs_of([rows[at] for at in found]) for key, found in places.items()}
         groups: dict[tuple[Any, ...], list[int]] = {}
         for key, one in inputs.items():
             mounted = rows[places[key][0]].mounted
             groups.setdefault((mounted.kind, one.feature.values.shape[2:]), []).append(key)
-        results: list[npt.NDArray[np.float32] | None] = [None] * len(rows)
         for members in groups.values():
             modules = [rows[places[key][0]].mounted.module for key in members]
             given = [inputs[key] for key in members]
             for key, actions in zip(members, self._group(modules, given), strict=True):
                 array = actions.float().cpu().numpy()
                 for number, at in enumerate(places[key]):
-                    results[at] = array[number]
+                    results[at] = DecodedRow(array[number])
         return [result for result in results if result is not None]
 
     def _group(self, modules: list[ActionModule], given: list[_Inputs]) -> list[Tensor]:
@@ -140,6 +159,25 @@ class _ActingModule(torch.nn.Module):
 
     def forward(self, feature: VLAFeature, state: Tensor | None, noise: Tensor | None) -> Tensor:
         return self.module.act(feature, state, noise)
+
+
+def _sampled(rows: list[DecodeRow]) -> list[DecodedRow]:
+    """Rows of one module, each drawn with noise of its own."""
+    module, device = rows[0].mounted.module, rows[0].feature.device
+    shape = module.sample_noise_shape
+    noise = torch.stack([row_noise(row.seed, shape) for row in rows]).to(device)
+    states = [row.state for row in rows if row.state is not None]
+    state = torch.from_numpy(np.stack(states)).to(device) if states else None
+    feature = stack_features([row.feature for row in rows], module.feature_kind)
+    drawn = module.sample(feature, state, noise)
+    arrays = [
+        tensor.float().cpu().numpy()
+        for tensor in (drawn.actions, drawn.latent, drawn.log_prob, drawn.value)
+    ]
+    return [
+        DecodedRow(actions, latent, log_prob, float(value))
+        for actions, latent, log_prob, value in zip(*arrays, strict=True)
+    ]
 
 
 def row_noise(seed: int, shape: tuple[int, ...]) -> Tensor:

@@ -20,7 +20,7 @@ from vla_platform.datasets.frames import resize
 from vla_platform.errors import DataError, PlatformError, UnsupportedError
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.canonical import Row
-from vla_platform.gpu_workers.decoding import Decoder, DecodeRow
+from vla_platform.gpu_workers.decoding import DecodedRow, Decoder, DecodeRow
 from vla_platform.gpu_workers.features import FeatureEncoder
 from vla_platform.gpu_workers.module_versions import ModuleVersions, MountedModule
 from vla_platform.gpu_workers.samples import reads_state
@@ -136,12 +136,13 @@ class InferenceModelService:
                 encoded.features[at],
                 part.prepared.states[number],
                 row_seed(part.prepared.request, number),
+                sample=_is_judged(part.prepared),
             )
             for at, (part, number) in enumerate(
                 (part, number) for part in parts for number in range(part.start, part.stop)
             )
         ]
-        actions = self.decoder.decode(decode)
+        decoded = self.decoder.decode(decode)
         cost.forward_s = encoded_at - started
         cost.decode_s = time.perf_counter() - encoded_at
         cost.num_forwards = encoded.num_forwards
@@ -153,7 +154,7 @@ class InferenceModelService:
             tenant = part.prepared.tenant
             cost.tokens[tenant] = cost.tokens.get(tenant, 0) + tokens
             features = encoded.features[first:stop]
-            outcomes.append(self._outcome(part, np.stack(actions[first:stop]), features))
+            outcomes.append(self._outcome(part, decoded[first:stop], features))
             first = stop
         return outcomes, cost
 
@@ -215,9 +216,10 @@ class InferenceModelService:
         return [list(window)]
 
     def _outcome(
-        self, part: RunPart, actions: npt.NDArray[np.float32], features: list[torch.Tensor]
+        self, part: RunPart, decoded: list[DecodedRow], features: list[torch.Tensor]
     ) -> Outcome:
         mounted, request = part.prepared.mounted, part.prepared.request
+        actions = np.stack([row.actions for row in decoded])
         if not np.isfinite(actions).all():
             return PlatformError(
                 f"version {mounted.version} of {mounted.policy_key} gave actions that are not "
@@ -238,6 +240,7 @@ class InferenceModelService:
             module_digest=mounted.digest,
             signature=mounted.signature,
             features_key=key,
+            **_judgement(request, decoded),
         )
 
 
@@ -289,9 +292,8 @@ def _check(request: PredictRequest, mounted: MountedModule, *, saves: bool) -> N
             **where,
         )
     for wanted, what in (
-        (request.return_values, "value estimates"),
-        (request.return_log_probs, "log-probabilities"),
-        (request.sample and not mounted.module.draws_noise, "samples"),
+        (request.return_values and not request.sample, "value estimates without `sample`"),
+        (request.return_log_probs and not request.sample, "log-probabilities without `sample`"),
         (request.return_features and not saves, "features"),
     ):
         if wanted:
@@ -300,6 +302,27 @@ def _check(request: PredictRequest, mounted: MountedModule, *, saves: bool) -> N
                 f"gives no {what}",
                 **where,
             )
+
+
+def _is_judged(prepared: PreparedRequest) -> bool:
+    """Whether chunks are drawn from the policy's distribution, as RL needs them, instead of
+    computed, from noise where the module starts from noise."""
+    request = prepared.request
+    judged = request.return_values or request.return_log_probs
+    return request.sample and (judged or not prepared.mounted.module.draws_noise)
+
+
+def _judgement(
+    request: PredictRequest, decoded: list[DecodedRow]
+) -> dict[str, npt.NDArray[np.float32]]:
+    """What is asked for of sampled chunks beside the actions."""
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    if request.return_values:
+        found["values"] = np.array([row.value for row in decoded], np.float32)
+    if request.return_log_probs:
+        found["log_probs"] = np.stack([row.log_prob for row in decoded if row.log_prob is not None])
+        found["latents"] = np.stack([row.latent for row in decoded if row.latent is not None])
+    return found
 
 
 def _columns(features: list[torch.Tensor]) -> dict[str, npt.NDArray[Any]]:

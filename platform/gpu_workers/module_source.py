@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vla_platform.control.ledger import Ledger
+from vla_platform.control.prepared import load_prepared
 from vla_platform.control.services import Services
-from vla_platform.control.workloads import load_prepared, load_spec
 from vla_platform.errors import NotFoundError
 from vla_platform.gpu_workers.weights import ModuleMeta, Weights, WeightStore, digest_of_tensors
 from vla_storage.checkpoints import CheckpointRef, CheckpointStore
@@ -122,11 +122,11 @@ class PlatformModuleSource(ModuleSource):
                 f"{policy_key} has no checkpoint {checkpoint_id[:160]}", policy_key=policy_key
             ) from error
         run = loaded.manifest.workload_id
-        spec = load_spec(self.services, tenant, run)
+        prepared = load_prepared(self.services, tenant, run)
         meta = ModuleMeta(
-            schema=load_prepared(self.services, tenant, run).schema,
-            action_module=spec.action_module,
-            normalization=spec.dataset.normalization,
+            schema=prepared.schema,
+            action_module=prepared.action_module,
+            normalization=prepared.normalization,
         )
         version, digest = loaded.manifest.policy_version, digest_of_tensors(loaded.module)
         return Weights(version, loaded.module, meta, digest)

@@ -20,6 +20,7 @@ import torch
 from vla_platform.errors import ModuleLoadError
 from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.action_modules.build import build_action_module
+from vla_platform.gpu_workers.action_modules.stochastic import trained_by_rl
 from vla_platform.gpu_workers.module_source import ModuleSource, Wanted
 from vla_platform.gpu_workers.weights import ModuleMeta, Weights
 from vla_platform.specs import canonical_json
@@ -216,9 +217,13 @@ class ModuleVersions:
             normalization=meta.normalization,
             state_statistics=None,
             action_statistics=None,
+            rl=True,
         )
         try:
-            module.load_state_dict({k: torch.tensor(v) for k, v in weights.tensors.items()})
+            tensors = {k: torch.tensor(v) for k, v in weights.tensors.items()}
+            if not trained_by_rl(tensors):
+                tensors |= {k: v for k, v in module.state_dict().items() if trained_by_rl([k])}
+            module.load_state_dict(tensors)
         except RuntimeError as error:
             raise ModuleLoadError(
                 f"the weights of {policy_key} do not fit its module: {error}",

@@ -11,14 +11,14 @@ from concurrent.futures import Future
 
 import torch
 
+from vla_platform.control.prepared import Prepared
 from vla_platform.control.services import Services
 from vla_platform.control.training_job import TrainingJob
-from vla_platform.control.workloads import Prepared
 from vla_platform.errors import LeaseLostError
 from vla_platform.failpoints import Failpoint, reach, reach_in_storage
 from vla_platform.gpu_workers.slots import Slot
 from vla_platform.metrics.events import Event
-from vla_platform.specs import CheckpointSpec, SFTSpec
+from vla_platform.specs import CheckpointSpec, WorkloadSpec
 from vla_storage.checkpoint_types import Checkpoint, CheckpointHeader
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.manifests import Lineage, Manifest
@@ -33,7 +33,7 @@ class Mounted:
 
     def __init__(
         self,
-        spec: SFTSpec,
+        spec: WorkloadSpec,
         prepared: Prepared,
         job: TrainingJob,
         *,
@@ -110,6 +110,16 @@ class CheckpointPublisher:
         """Publish what is staged."""
         self._writer.close(timeout_s)
 
+    def finish_if_through(self, run: str, *, position: int, step: int) -> bool:
+        """End a workload whose last position, or for RL whose last step, is durable."""
+        w = self._services.ledger.workload(run)
+        by_steps = w.get("target") == "steps"
+        done, total = (step, w["total_steps"]) if by_steps else (position, w["total_positions"])
+        if done < int(total):
+            return False
+        self._services.ledger.finish(run)
+        return True
+
     def _still_ours(self, job: TrainingJob) -> None:
         """Right before a manifest: a cancelled run or a lost slot publishes nothing."""
         if not self._services.ledger.owns_slot(job):
@@ -152,6 +162,5 @@ class CheckpointPublisher:
             milestone_every=rules.milestone_every or 0,
             workload_id=run,
         )
-        if manifest.position >= int(ledger.workload(run)["total_positions"]):
-            ledger.finish(run)
+        if self.finish_if_through(run, position=manifest.position, step=manifest.step):
             del self._rules[run]

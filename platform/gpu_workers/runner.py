@@ -16,20 +16,35 @@ import uuid
 from dataclasses import asdict
 from typing import Any
 
+from vla_platform.control import dispatch
 from vla_platform.control.plan import Domain
+from vla_platform.control.prepared import Prepared, load_prepared
 from vla_platform.control.services import Services
+from vla_platform.control.states import DropReason, JobState, Stage
 from vla_platform.control.training_job import Progress, TrainingJob
-from vla_platform.control.workloads import load_prepared, load_spec
-from vla_platform.errors import BackboneChangedError, LedgerError
+from vla_platform.control.workloads import load_spec
+from vla_platform.errors import BackboneChangedError, LeaseLostError, LedgerError
 from vla_platform.failpoints import Failpoint, reach
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
-from vla_platform.gpu_workers.slots import SlotConfig, SlotState
-from vla_platform.gpu_workers.training import TrainingModelService, TrainItem, TrainResult
+from vla_platform.gpu_workers.rollout_samples import (
+    FALLBACK_COLUMNS,
+    OPTIONAL_COLUMNS,
+    TRAINING_COLUMNS,
+)
+from vla_platform.gpu_workers.slots import Slot, SlotConfig, SlotState
+from vla_platform.gpu_workers.training import (
+    PolicyResult,
+    TrainingModelService,
+    TrainItem,
+    TrainResult,
+)
 from vla_platform.metrics.events import Event
-from vla_platform.specs import DEFAULT_EVERY_STEPS
+from vla_platform.specs import DEFAULT_EVERY_STEPS, RLSpec, SFTSpec, WorkloadSpec
 from vla_storage.errors import CodedError, PayloadError
 
+EVERYTHING = ("head", "state_encoder")
+PAYLOAD_TTL_S = 3600.0
 _log = logging.getLogger(__name__)
 
 
@@ -112,8 +127,14 @@ class TrainingRunner:
 
     def _train(self, jobs: list[TrainingJob]) -> int:
         ready: list[tuple[TrainingJob, TrainItem]] = []
+        rollouts: list[tuple[TrainingJob, dict[str, Any]]] = []
         for job in jobs:
             try:
+                if not self._hold(job):
+                    continue
+                if job.task_type == "rl":
+                    rollouts.append((job, self._fetch_rollout(job)))
+                    continue
                 item = self._fetch(job)
             except LedgerError as error:
                 _log.warning("action=job_dropped job=%s reason=%s", job.job_id, error)
@@ -132,6 +153,8 @@ class TrainingRunner:
             outcomes = self._service.train_group([item for _, item in train])
         reach(Failpoint.AFTER_STEP)
         done = 0
+        for job, rollout in rollouts:  # ready updates of RL go first; each costs no shared forward
+            done += self._settle(job, self._update_policy(job, rollout), kind="update")
         for (job, _), outcome in zip(train, outcomes, strict=True):
             done += self._settle(job, outcome, kind="step")
         for job, item in ready:
@@ -159,13 +182,93 @@ class TrainingRunner:
             if run["state"] == "running" and int(run["step"]) == slot.step > mounted.saved_step:
                 self._publisher.save(slot, mounted, mounted.last_job, position=int(run["position"]))
 
-    def _fetch(self, job: TrainingJob) -> TrainItem | None:
+    def _hold(self, job: TrainingJob) -> bool:
+        """Have the job's policy in its slot. False: the job will come again."""
         mounted = self._mounted.get(job.policy_key)
         fresh = mounted is None or mounted.workload != job.workload
         if (job.mount or fresh) and self._mount(job):
-            return None
+            return False
+        self._mounted[job.policy_key].last_job = job
+        return True
+
+    def _fetch_rollout(self, job: TrainingJob) -> dict[str, Any]:
+        """The columns that an update reads: not the pixels, where features were kept."""
+        try:
+            there = set(self._services.payloads.metadata(job.partition_id, job.tenant_id))
+            fallback = () if "feature" in there else FALLBACK_COLUMNS
+            wanted = there & {*TRAINING_COLUMNS, *OPTIONAL_COLUMNS, *fallback}
+            return dict(
+                self._services.payloads.get(job.partition_id, job.tenant_id, sorted(wanted))
+            )
+        except PayloadError as error:
+            _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
+            self._services.ledger.drop(job, DropReason.SAMPLES_LOST)
+            raise LeaseLostError(f"the samples of {job.job_id} are lost") from error
+
+    def _update_policy(
+        self, job: TrainingJob, columns: dict[str, Any]
+    ) -> PolicyResult | CodedError:
+        try:
+            with self._turns.training():
+                return self._service.train_policy(job.policy_key, columns)
+        except BackboneChangedError:
+            raise
+        except CodedError as error:
+            return error
+
+    def forward_actors(self) -> int:
+        """The stage before the advantages, for jobs that ask for it; returns how many were done."""
+        done = 0
+        lease_s = self._services.settings.lease_s
+        with self._training:
+            while not self._stopping.is_set():
+                job = self._services.ledger.lease_stage(
+                    Stage.ACTOR_FORWARD, self.worker, lease_s=lease_s, base_model=self._base_model
+                )
+                if job is None:
+                    return done
+                self._forward_actor(job)
+                done += 1
+        return done
+
+    def _forward_actor(self, job: TrainingJob) -> None:
+        ledger = self._services.ledger
+        try:
+            columns = self._fetch_rollout(job)
+            with self._turns.training():
+                found = self._service.actor_forward(self._actor(job), columns)
+            self._services.payloads.put(
+                job.partition_id,
+                job.tenant_id,
+                found,
+                ttl_s=PAYLOAD_TTL_S,
+                wait_s=self._services.settings.lease_s / 2,
+            )
+            if ledger.mark(job, JobState.NEEDS_ADVANTAGES):
+                dispatch.stage(Stage.ADVANTAGES, job.base_model)
+        except LedgerError as error:
+            _log.warning("action=forward_refused job=%s reason=%s", job.job_id, error)
+        except CodedError as error:
+            if error.retryable:
+                with contextlib.suppress(LedgerError):
+                    ledger.release(job)
+            else:
+                self._fail(job, error)
+
+    def _actor(self, job: TrainingJob) -> Slot:
+        """The policy as it was published last; its slot may be another worker's."""
+        mounted = self._mounted.get(job.policy_key)
+        if mounted is not None and mounted.workload == job.workload:
+            return self._service.slot(job.policy_key)
+        spec = load_spec(self._services, job.tenant_id, job.workload)
+        prepared = load_prepared(self._services, job.tenant_id, job.workload)
+        store = self._publisher.store(job.tenant_id)
+        found = store.restore(spec.policy, job.workload)
+        params = found.module if found else store.load(spec.init_from or "").module
+        return self._service.build(self._config(job, spec, prepared), params=params)
+
+    def _fetch(self, job: TrainingJob) -> TrainItem | None:
         mounted = self._mounted[job.policy_key]
-        mounted.last_job = job
         try:
             columns = self._services.payloads.arrays(job.partition_id, job.tenant_id)
         except PayloadError as error:
@@ -175,6 +278,7 @@ class TrainingRunner:
                 job, position=job.position, step=slot.step, samples_lost=True
             )
             return None
+        assert isinstance(mounted.spec, SFTSpec)
         return TrainItem(job.policy_key, columns, mounted.spec.gradient_accumulation)
 
     def _mount(self, job: TrainingJob) -> bool:
@@ -184,17 +288,7 @@ class TrainingRunner:
         prepared = load_prepared(self._services, tenant, job.workload)
         store = self._publisher.store(tenant)
         found = store.restore(spec.policy, job.workload)
-        config = SlotConfig(
-            policy_key=job.policy_key,
-            schema=prepared.schema,
-            action_module=spec.action_module,
-            optimizer=spec.optimizer,
-            total_steps=int(self._services.ledger.workload(job.workload)["total_steps"]),
-            seed=spec.seed,
-            trainable=spec.trainable,
-            statistics=prepared.statistics,
-            normalization=spec.dataset.normalization,
-        )
+        config = self._config(job, spec, prepared)
         position = step = 0
         parent = spec.init_from
         if found is not None:
@@ -212,11 +306,23 @@ class TrainingRunner:
         self._mounted[job.policy_key] = Mounted(spec, prepared, job, parent=parent, saved_step=step)
         _log.info("action=slot_mounted policy=%s step=%d", job.policy_key, step)
         rewound = self._services.ledger.rewind(job, position=position, step=step)
-        if rewound and position >= int(
-            self._services.ledger.workload(job.workload)["total_positions"]
-        ):
-            self._services.ledger.finish(job.workload)
+        if rewound:
+            self._publisher.finish_if_through(job.workload, position=position, step=step)
         return rewound
+
+    def _config(self, job: TrainingJob, spec: WorkloadSpec, prepared: Prepared) -> SlotConfig:
+        return SlotConfig(
+            policy_key=job.policy_key,
+            schema=prepared.schema,
+            action_module=prepared.action_module,
+            optimizer=spec.optimizer,
+            total_steps=int(self._services.ledger.workload(job.workload)["total_steps"]),
+            seed=spec.seed,
+            trainable=spec.trainable if isinstance(spec, SFTSpec) else EVERYTHING,
+            statistics=prepared.statistics,
+            normalization=prepared.normalization,
+            algorithm=spec.algorithm if isinstance(spec, RLSpec) else None,
+        )
 
     def _heldout(self, item: TrainItem) -> dict[str, Any] | CodedError:
         begun = time.monotonic()
@@ -230,12 +336,16 @@ class TrainingRunner:
         return {"heldout_loss": loss, "step": step, "cost_s": cost_s}
 
     def _settle(
-        self, job: TrainingJob, outcome: TrainResult | dict[str, Any] | CodedError, *, kind: str
+        self,
+        job: TrainingJob,
+        outcome: TrainResult | PolicyResult | dict[str, Any] | CodedError,
+        *,
+        kind: str,
     ) -> int:
         if isinstance(outcome, CodedError):
             self._fail(job, outcome)
             return 0
-        values = asdict(outcome) if isinstance(outcome, TrainResult) else outcome
+        values = outcome if isinstance(outcome, dict) else asdict(outcome)
         values = {**values, "job_id": job.job_id, "position": job.position, "fence": job.fence}
         values["group"] = self._group
         values["queue_wait_ms"] = job.queue_wait_ms
@@ -257,7 +367,7 @@ class TrainingRunner:
         self._services.emitter.emit(
             Event(tenant=job.tenant_id, workload=job.workload, kind=kind, values=values)
         )
-        self._save_if_due(job, progress, is_step=kind == "step")
+        self._save_if_due(job, progress, is_step=kind != "heldout")
         return 1
 
     def _rate(self, policy_key: str, samples: int) -> float:

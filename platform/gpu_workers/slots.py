@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,11 +24,17 @@ from torch import Generator, Tensor
 from vla_platform.errors import DivergedError, ModuleLoadError
 from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.action_modules.build import build_action_module
+from vla_platform.gpu_workers.action_modules.stochastic import trained_by_rl
+from vla_platform.gpu_workers.algorithms.policy_gradient import (
+    PolicySamples,
+    PolicyUpdate,
+    run_policy_update,
+)
 from vla_platform.gpu_workers.algorithms.sft import Samples, sft_loss
 from vla_platform.gpu_workers.normalization import Normalization, Statistics
 from vla_platform.gpu_workers.schedule import learning_rate
 from vla_platform.schema import Schema
-from vla_platform.specs import ActionModuleSpec, AdamWSpec
+from vla_platform.specs import ActionModuleSpec, AdamWSpec, AlgorithmSpec
 
 STATE_VERSION = 1
 MixedPrecision = Literal["no", "bf16", "fp16"]
@@ -50,6 +56,7 @@ class SlotConfig:
     trainable: tuple[str, ...] = ("head", "state_encoder")
     statistics: Mapping[str, Statistics | None] = field(default_factory=dict)  # state, action
     normalization: Normalization = "min_max"
+    algorithm: AlgorithmSpec | None = None  # of reinforcement learning; None: fine-tuning
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ class Slot:
             normalization=config.normalization,
             state_statistics=config.statistics.get("state"),
             action_statistics=config.statistics.get("action"),
+            rl=config.algorithm is not None,
         )
         module.select_trainable(config.trainable)
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -203,6 +211,42 @@ class Slot:
             step=self.step,
         )
 
+    def update_policy(self, samples: PolicySamples) -> PolicyUpdate:
+        """One RL update: the algorithm's epochs over `samples`, in minibatches of its own order.
+
+        Counts as one step and one version however many optimizer steps it takes. Raises
+        `DivergedError`; the slot's numbers are then those of the middle of an update.
+        """
+        assert self.config.algorithm is not None
+        lr = learning_rate(self.config.optimizer, self.step, self.config.total_steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self.module.eval()  # dropout would make ratios of noise
+        update = run_policy_update(
+            self.module, samples, self.config.algorithm, generator=self._noise, step=self._descend
+        )
+        if not math.isfinite(update.loss):
+            raise self._diverged("loss", update.loss)
+        self.step += 1
+        self.policy_version += 1
+        self.samples_seen += update.num_rows
+        return replace(update, lr=lr, step=self.step)
+
+    def _descend(self, loss: Tensor) -> float:
+        """One optimizer step down `loss`; returns the norm of its gradient."""
+        try:
+            if not math.isfinite(float(loss.detach())):
+                raise self._diverged("loss", float(loss.detach()))
+            self._accelerator.gradient_accumulation_steps = 1
+            self._accelerator.step = 0
+            with self._accelerator.accumulate(self.module):
+                self._accelerator.backward(loss)
+            norm = self._clip()
+            self._optimizer.step()
+        finally:
+            self._adamw.zero_grad(set_to_none=True)
+        return norm
+
     @contextlib.contextmanager
     def _own_dropout(self) -> Iterator[None]:
         """Let torch's global generator be this slot's: dropout offers no other way."""
@@ -261,6 +305,9 @@ class Slot:
     def load_params(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over a payload, statistics included: its weights were trained in those units."""
         own = self.module.state_dict()
+        if not trained_by_rl(arrays):
+            # Reinforcement learning begins from a fine-tuned module, with heads of its own.
+            own = {name: tensor for name, tensor in own.items() if not trained_by_rl([name])}
         if own.keys() != arrays.keys():
             odd = sorted(own.keys() ^ arrays.keys())
             raise ModuleLoadError(f"the payload does not fit: {', '.join(odd[:8])}", names=odd[:8])
@@ -270,7 +317,9 @@ class Slot:
                     f"{name} has shape {arrays[name].shape} instead of {tuple(tensor.shape)}",
                     names=[name],
                 )
-        self.module.load_state_dict({name: torch.tensor(arrays[name]) for name in own})
+        self.module.load_state_dict(
+            {name: torch.tensor(arrays[name]) for name in own}, strict=False
+        )
 
     def restore(self, state: SlotState) -> None:
         """Continue where `state` was taken. The schema must be the same."""

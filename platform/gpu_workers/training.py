@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -22,11 +23,19 @@ from vla_platform.errors import (
     NotFoundError,
     PlatformError,
 )
+from vla_platform.gpu_workers.algorithms.policy_gradient import PolicyUpdate
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.canonical import Row
 from vla_platform.gpu_workers.feature_cache import FeatureCache
 from vla_platform.gpu_workers.features import Encoded, FeatureEncoder, stack_features
-from vla_platform.gpu_workers.samples import Columns, check_columns, rows_of, samples_of
+from vla_platform.gpu_workers.rollout_samples import encode_rows, policy_samples
+from vla_platform.gpu_workers.samples import (
+    Columns,
+    check_columns,
+    reads_state,
+    rows_of,
+    samples_of,
+)
 from vla_platform.gpu_workers.slots import Arrays, MixedPrecision, Slot, SlotConfig, SlotState
 from vla_storage.errors import CodedError
 
@@ -56,6 +65,16 @@ class TrainResult:
     cache_hits: int  # rows of this job
     cache_misses: int
     cost_s: float  # own update, and a share of the encoding by rows that were not cached
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyResult(PolicyUpdate):
+    """An RL update; see `PolicyUpdate`."""
+
+    policy_key: str
+    policy_version: int
+    backbone_forwards: int  # 0 where the rollout's features were kept
+    cost_s: float
 
 
 @dataclass(frozen=True)
@@ -97,6 +116,18 @@ class TrainingModelService:
         Mounting a mounted policy replaces its slot. Raises `ModuleLoadError` where schema, base
         model, state or payload do not fit, and leaves what was mounted.
         """
+        slot = self.build(config, state=state, params=params)
+        self._slots[config.policy_key] = slot
+        return slot
+
+    def build(
+        self,
+        config: SlotConfig,
+        *,
+        state: SlotState | None = None,
+        params: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> Slot:
+        """A slot that is not mounted."""
         found = config.schema.base_digest
         if found != self.backbone.digest:
             raise ModuleLoadError(
@@ -114,7 +145,6 @@ class TrainingModelService:
             slot.load_params(params)
         if state is not None:
             slot.restore(state)
-        self._slots[config.policy_key] = slot
         return slot
 
     def unmount(self, policy_key: str) -> None:
@@ -158,6 +188,40 @@ class TrainingModelService:
                 )
             first = stop
         return [outcome for outcome in outcomes if outcome is not None]
+
+    def train_policy(self, policy_key: str, columns: Mapping[str, Any]) -> PolicyResult:
+        """One RL update of one policy on the columns of a rollout with advantages.
+
+        Raises `DataError`, `DivergedError`: the policy's slot is then to be forgotten.
+        """
+        slot = self.slot(policy_key)
+        begun = time.perf_counter()
+        samples, num_forwards = policy_samples(columns, slot.module, self.encoder)
+        update = slot.update_policy(samples)
+        return PolicyResult(
+            policy_key=policy_key,
+            policy_version=slot.policy_version,
+            backbone_forwards=num_forwards,
+            cost_s=time.perf_counter() - begun,
+            **asdict(update),
+        )
+
+    @torch.no_grad()
+    def actor_forward(self, slot: Slot, columns: Mapping[str, Any]) -> Arrays:
+        """What an actor says of a rollout: `actor_log_prob` (R, H), `actor_value` (R,)."""
+        module = slot.module.eval()
+        rows = np.arange(len(columns["is_transition"]))
+        features, _ = encode_rows(columns, module, self.encoder, rows)
+        device = self.backbone.device
+        state = None
+        if reads_state(module.schema):
+            state = torch.tensor(np.asarray(columns["state"]), dtype=torch.float32, device=device)
+        latent = torch.tensor(np.asarray(columns["latent"]), dtype=torch.float32, device=device)
+        judged = module.evaluate(stack_features(features, module.feature_kind), state, latent)
+        return {
+            "actor_log_prob": judged.log_prob.cpu().numpy(),
+            "actor_value": judged.value.cpu().numpy(),
+        }
 
     def train_batch(
         self, policy_key: str, columns: Columns, *, num_microbatches: int = 1

@@ -176,8 +176,9 @@ class Prediction:
     """Action chunks of one request, un-normalised.
 
     actions  float32, Shape: (B, H, A), in the data's own units.
-    values, log_probs  Shape: (B,) and (B, H, A), where asked for and the module has them.
-    features_key  partition of the payload store that holds the rows' features, where asked for.
+    values, log_probs  Shape: (B,) and (B, H), where asked for and the module has them.
+    latents  Shape: (B, K, H, A); of sampled chunks, what training needs to find them likely.
+    features_key  partitions of the payload store, by comma, that hold the rows' features.
     """
 
     actions: npt.NDArray[np.float32]
@@ -186,6 +187,7 @@ class Prediction:
     signature: str  # of the schema
     values: npt.NDArray[np.float32] | None = None
     log_probs: npt.NDArray[np.float32] | None = None
+    latents: npt.NDArray[np.float32] | None = None
     features_key: str | None = None
 
 
@@ -253,7 +255,7 @@ def unpack_requests(frame: Bytes) -> RequestFrame:
     return RequestFrame(client=client, arena=arena, requests=tuple(requests), body=body)
 
 
-_ARRAYS = ("actions", "values", "log_probs")
+ARRAYS = ("actions", "values", "log_probs", "latents")
 
 
 def pack_answers(answers: Sequence[Answer]) -> bytes:
@@ -266,7 +268,7 @@ def pack_answers(answers: Sequence[Answer]) -> bytes:
         else:
             one = answer.prediction
             head["of"] = [one.policy_version, one.module_digest, one.signature, one.features_key]
-            for name in _ARRAYS:
+            for name in ARRAYS:
                 array = getattr(one, name)
                 if array is not None:
                     head[name] = array.shape
@@ -284,7 +286,7 @@ def unpack_answers(frame: Bytes) -> list[Answer]:
             answers.append(Answer(request_id=raw["id"], error=raw["error"]))
             continue
         arrays = {}
-        for name in _ARRAYS:
+        for name in ARRAYS:
             if name in raw:
                 count = prod(raw[name])
                 # A copy: callers may write into theirs, and must not keep the frame alive.

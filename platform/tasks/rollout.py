@@ -2,49 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from celery import shared_task
 
+from vla_platform.control import rollouts
 from vla_platform.control.services import services
-from vla_platform.envs.rollout import RolloutConfig, rollout
+from vla_platform.envs.rollout import RolloutReport, rollout
 from vla_platform.metrics.events import Event
 
 
-@shared_task(name="rollout.rollout", ignore_result=False)
-def run(
-    config: dict[str, Any],
-    job_id: str,
-    num_envs: int,
-    horizon: int,
-    version: int | None,
-    policy: str,
-    workload: str,
-) -> dict[str, Any]:
-    """One training job's rollout; returns the report of `vla_platform.envs.rollout`."""
-    from vla_platform.envs.worker import host, policy_for
+@shared_task(name="rollout.produce", ignore_result=False)
+def produce(tenant_id: str, workload: str) -> int:
+    """Roll out what this run may reserve, for one slice."""
+    return rollouts.produce(services(), tenant_id, workload, play)
 
-    asked = RolloutConfig.from_dict(config)
-    found = services()
+
+def play(asked: rollouts.Rollout, on_progress: Callable[[int, int], None]) -> RolloutReport:
+    """In this process's environments, with actions of the inference workers."""
+    from vla_platform.envs.inference_policy import InferencePolicy
+    from vla_platform.envs.worker import host, proxy
+
+    found, job = services(), asked.job
 
     def emit(kind: str, values: dict[str, Any]) -> None:
-        found.emitter.emit(Event(tenant=asked.tenant, workload=workload, kind=kind, values=values))
+        found.emitter.emit(
+            Event(
+                tenant=job.tenant_id,
+                workload=job.workload,
+                kind=kind,
+                values={"position": job.position, **values},
+            )
+        )
 
     def keep_video(name: str, film: bytes) -> str:
-        key = f"{asked.tenant}/workloads/{workload}/videos/{name}"
+        key = f"{job.tenant_id}/workloads/{job.workload}/videos/{name}"
         found.objects.put(key, film)
         return key
 
-    report = rollout(
-        asked,
-        job_id,
-        num_envs,
-        horizon,
-        version,
+    policy = InferencePolicy(
+        proxy(),
+        payloads=found.payloads,
+        with_values=asked.spec.algorithm.kind == "ppo",
+        with_features=asked.spec.encode_once,
+    )
+    return rollout(
+        asked.config,
+        job.job_id,
+        asked.num_envs,
+        asked.horizon,
+        asked.version,
         host=host(),
-        policy=policy_for(policy, asked.tenant),
+        policy=policy,
         payloads=found.payloads,
         keep_video=keep_video,
         emit=emit,
+        on_progress=on_progress,
     )
-    return report.to_dict()

@@ -14,6 +14,15 @@ def train_job(job_id: str, tenant_id: str, partition_id: str, base_model: str) -
     """Train what is ready for this base model, the named job among it, for one slice."""
     from vla_platform.gpu_workers.bootsteps import runner
 
+    runner(base_model).forward_actors()
     counts = runner(base_model).drain()
     reach(Failpoint.BEFORE_ACK)
     return counts
+
+
+@shared_task(name="training.actor_forward", ignore_result=False)
+def actor_forward(base_model: str) -> int:
+    """What the present actors say of rollouts that wait for it."""
+    from vla_platform.gpu_workers.bootsteps import runner
+
+    return runner(base_model).forward_actors()

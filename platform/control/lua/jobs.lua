@@ -174,6 +174,11 @@ local function drop_job(job_id, j, reason)
   local w = hash('vla:w:' .. j.workload)
   redis.call('HINCRBY', 'vla:w:' .. j.workload, 'dropped', 1)
   redis.call('HINCRBY', 'vla:t:' .. j.tenant_id .. ':w:' .. j.workload, 'dropped', 1)
+  local in_row = redis.call('HINCRBY', 'vla:w:' .. j.workload, 'dropped_in_row', 1)
+  if w.max_dropped and in_row >= tonumber(w.max_dropped) then
+    return end_workload(j.workload, w, 'failed', cjson.encode({code = 'nothing_to_learn', message =
+      in_row .. ' rollouts in a row taught nothing; the last one: ' .. reason}))
+  end
   redis.call('SADD', 'vla:w:' .. j.workload .. ':gone', j.position)
   local position = tonumber(w.position)
   while redis.call('SREM', 'vla:w:' .. j.workload .. ':gone', position) == 1 do
@@ -212,6 +217,7 @@ local function complete(_, args)
     'total_steps', 'total_positions', 'kind'})
   local at = now_ms()
   if j.position ~= w.position then return refuse('ILLEGAL', job_id .. ' is not the next position') end
+  if w.kind == 'rl' then redis.call('HSET', key, 'dropped_in_row', 0) end
   if step > tonumber(w.step) then
     redis.call('HSET', key .. ':steps', step, args[5])
     redis.call('HSET', 'vla:policy:' .. j.policy_key, 'policy_version',

@@ -113,7 +113,10 @@ local function rewind(_, args)
   if w.state ~= 'running' and w.state ~= 'paused' then return refuse('LEASE_LOST', id) end
   local fence = redis.call('HGET', 'vla:policy:' .. w.policy_key, 'slot_fence')
   if fence ~= args[2] then return refuse('LEASE_LOST', id) end
-  if tonumber(w.position) == position and args[5] ~= '1' then return 0 end
+  -- Positions of RL also pass by jobs that were dropped: only a lost step is a reason to go back.
+  local agrees = tonumber(w.position) == position
+  if w.target == 'steps' then agrees = tonumber(w.step) == step end
+  if agrees and args[5] ~= '1' then return 0 end
   go_back(id, w, position, step)
   return 1
 end

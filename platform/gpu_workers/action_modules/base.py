@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Generator, Tensor, nn
 
+from vla_platform.errors import UnsupportedError
+from vla_platform.gpu_workers.action_modules.stochastic import Evaluated, RLHeads, Sampled
 from vla_platform.gpu_workers.backbone import FeatureKind
 from vla_platform.gpu_workers.canonical import state_prompt
 from vla_platform.gpu_workers.features import VLAFeature
@@ -42,6 +44,7 @@ class ActionModule(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.schema = schema
+        self.rl: RLHeads | None = None
         self.action_normalizer = Normalizer(normalization, action_statistics, dim=schema.action_dim)
         self.state_normalizer = (
             Normalizer(normalization, state_statistics, dim=schema.state_dim)
@@ -88,6 +91,45 @@ class ActionModule(nn.Module, ABC):
             noise = noise.to(self.device)
         return self.act(feature, state, noise)
 
+    def add_rl_heads(self, feature_dim: int) -> None:
+        """Make the module a distribution over chunks with a value; for reinforcement learning.
+
+        New heads are the same whoever adds them, so that a fine-tuned policy acts in its first
+        rollout as its slot will judge it.
+        """
+        state_dim = self.schema.state_dim if self.state_normalizer is not None else 0
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            heads = RLHeads(
+                feature_dim=feature_dim, state_dim=state_dim, action_dim=self.schema.action_dim
+            )
+        self.rl = heads.to(self.device)
+
+    @property
+    @abstractmethod
+    def sample_noise_shape(self) -> tuple[int, int, int]:
+        """(K, H, A) of the noise that one row of `sample` takes."""
+
+    @abstractmethod
+    def sample(self, feature: VLAFeature, state: Tensor | None, noise: Tensor) -> Sampled:
+        """Draw chunks; `noise` (B, K, H, A) is standard normal. Needs `add_rl_heads`."""
+
+    @abstractmethod
+    def evaluate(self, feature: VLAFeature, state: Tensor | None, latent: Tensor) -> Evaluated:
+        """What this module says of recorded chunks, with gradients. latent: see `Sampled`."""
+
+    def _heads(self) -> RLHeads:
+        if self.rl is None:
+            raise UnsupportedError("this policy was not trained by RL: it draws no samples")
+        return self.rl
+
+    def _value(self, feature: VLAFeature, state: Tensor | None) -> Tensor:
+        normalized = None
+        if self.state_normalizer is not None:
+            assert state is not None
+            normalized = self.state_normalizer.normalize(state)
+        return self._heads().values(feature, normalized)
+
     def prompts(self, prompts: list[str], state: npt.NDArray[np.float32] | None) -> list[str]:
         """The text of each row: the task, with the state's bins where the schema says `prompt`."""
         if self.schema.state_input != "prompt" or state is None or self.state_normalizer is None:
@@ -106,7 +148,7 @@ class ActionModule(nn.Module, ABC):
         chosen = set(parts)
         for name, parameter in self.named_parameters():
             part = "state_encoder" if name.startswith("state_encoder.") else "head"
-            parameter.requires_grad_(part in chosen)
+            parameter.requires_grad_(part in chosen or name.startswith("rl."))
 
 
 def mean_over_valid(errors: Tensor, valid: Tensor) -> Tensor:

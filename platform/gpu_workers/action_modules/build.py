@@ -21,12 +21,16 @@ def build_action_module(
     normalization: Normalization,
     state_statistics: Statistics | None,
     action_statistics: Statistics | None,
+    rl: bool = False,
 ) -> ActionModule:
-    """A module on the CPU, initialised from `seed`; nobody else's random numbers are touched."""
+    """A module on the CPU, initialised from `seed`; nobody else's random numbers are touched.
+
+    With `rl` it can also sample and judge its samples, which adds parameters under `rl.`.
+    """
     kind = OFTActionModule if isinstance(spec, OFTModule) else FlowMatchingActionModule
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return kind(
+        module = kind(
             spec,  # type: ignore[arg-type]
             schema,
             feature_dim=feature_dim,
@@ -34,3 +38,6 @@ def build_action_module(
             state_statistics=state_statistics,
             action_statistics=action_statistics,
         )
+        if rl:
+            module.add_rl_heads(feature_dim)
+        return module

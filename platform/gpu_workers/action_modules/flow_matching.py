@@ -8,6 +8,7 @@ with several noise draws, which multiplies the head's work only.
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -16,6 +17,12 @@ from torch.nn import functional
 
 from vla_platform.gpu_workers.action_modules.base import ActionModule, mean_over_valid
 from vla_platform.gpu_workers.action_modules.dit import DiT, sinusoid
+from vla_platform.gpu_workers.action_modules.stochastic import (
+    Evaluated,
+    Sampled,
+    gaussian_entropy,
+    gaussian_log_prob,
+)
 from vla_platform.gpu_workers.backbone import FeatureKind
 from vla_platform.gpu_workers.features import VLAFeature
 from vla_platform.gpu_workers.normalization import Normalization, Statistics
@@ -133,10 +140,51 @@ class FlowMatchingActionModule(ActionModule):
     def draws_noise(self) -> bool:
         return True
 
+    @property
+    def sample_noise_shape(self) -> tuple[int, int, int]:
+        return (self.spec.num_inference_steps + 1, self.schema.chunk, self.schema.action_dim)
+
+    def sample(self, feature: VLAFeature, state: Tensor | None, noise: Tensor) -> Sampled:
+        steps = self.spec.num_inference_steps
+        log_std = self._step_log_std()
+        chain, log_prob = [noise[:, 0]], torch.zeros(noise.shape[0], noise.shape[2])
+        log_prob = log_prob.to(noise.device)
+        for step in range(steps):
+            mean = self._step_mean(chain[-1], step, feature, state)
+            chain.append(mean + noise[:, step + 1] * torch.exp(log_std))
+            varies = self.action_normalizer.varies
+            log_prob = log_prob + gaussian_log_prob(chain[-1], mean, log_std, varies)
+        return Sampled(
+            actions=self.action_normalizer.denormalize(chain[-1]),
+            latent=torch.stack(chain, dim=1),
+            log_prob=log_prob,
+            value=self._value(feature, state),
+        )
+
+    def evaluate(self, feature: VLAFeature, state: Tensor | None, latent: Tensor) -> Evaluated:
+        steps, varies = self.spec.num_inference_steps, self.action_normalizer.varies
+        log_std = self._step_log_std()
+        log_prob = torch.zeros(latent.shape[0], latent.shape[2], device=latent.device)
+        for step in range(steps):
+            mean = self._step_mean(latent[:, step], step, feature, state)
+            log_prob = log_prob + gaussian_log_prob(latent[:, step + 1], mean, log_std, varies)
+        entropy = (steps * gaussian_entropy(log_std, varies)).expand_as(log_prob)
+        return Evaluated(log_prob, entropy, self._value(feature, state))
+
+    def _step_log_std(self) -> Tensor:
+        """Of one Euler step: over all S steps the injected noise has the spread `log_std`."""
+        return self._heads().log_std - 0.5 * math.log(self.spec.num_inference_steps)
+
+    def _step_mean(
+        self, noisy: Tensor, step: int, feature: VLAFeature, state: Tensor | None
+    ) -> Tensor:
+        steps = self.spec.num_inference_steps
+        time = torch.full((len(noisy),), step / steps, device=noisy.device)
+        return noisy + self.velocity(noisy, time, feature, state) / steps
+
     def act(self, feature: VLAFeature, state: Tensor | None, noise: Tensor | None) -> Tensor:
         assert noise is not None
-        actions, steps = noise, self.spec.num_inference_steps
-        for step in range(steps):
-            time = torch.full((feature.num_rows,), step / steps, device=noise.device)
-            actions = actions + self.velocity(actions, time, feature, state) / steps
+        actions = noise
+        for step in range(self.spec.num_inference_steps):
+            actions = self._step_mean(actions, step, feature, state)
         return self.action_normalizer.denormalize(actions)

@@ -14,6 +14,12 @@ import torch
 from torch import Generator, Tensor, nn
 
 from vla_platform.gpu_workers.action_modules.base import ActionModule, mean_over_valid
+from vla_platform.gpu_workers.action_modules.stochastic import (
+    Evaluated,
+    Sampled,
+    gaussian_entropy,
+    gaussian_log_prob,
+)
 from vla_platform.gpu_workers.backbone import FeatureKind
 from vla_platform.gpu_workers.features import VLAFeature
 from vla_platform.gpu_workers.normalization import Normalization, Statistics
@@ -102,6 +108,29 @@ class OFTActionModule(ActionModule):
         target = self.action_normalizer.normalize(actions)
         errors = (self.normalized_actions(feature, state) - target).abs()
         return mean_over_valid(errors, valid)
+
+    @property
+    def sample_noise_shape(self) -> tuple[int, int, int]:
+        return (1, self.schema.chunk, self.schema.action_dim)
+
+    def sample(self, feature: VLAFeature, state: Tensor | None, noise: Tensor) -> Sampled:
+        heads = self._heads()
+        mean = self.normalized_actions(feature, state)
+        drawn = mean + noise[:, 0] * torch.exp(heads.log_std)
+        varies = self.action_normalizer.varies
+        return Sampled(
+            actions=self.action_normalizer.denormalize(drawn),
+            latent=drawn[:, None],
+            log_prob=gaussian_log_prob(drawn, mean, heads.log_std, varies),
+            value=self._value(feature, state),
+        )
+
+    def evaluate(self, feature: VLAFeature, state: Tensor | None, latent: Tensor) -> Evaluated:
+        log_std, varies = self._heads().log_std, self.action_normalizer.varies
+        mean = self.normalized_actions(feature, state)
+        log_prob = gaussian_log_prob(latent[:, 0], mean, log_std, varies)
+        entropy = gaussian_entropy(log_std, varies).expand_as(log_prob)
+        return Evaluated(log_prob, entropy, self._value(feature, state))
 
     def act(self, feature: VLAFeature, state: Tensor | None, noise: Tensor | None) -> Tensor:
         return self.action_normalizer.denormalize(self.normalized_actions(feature, state))

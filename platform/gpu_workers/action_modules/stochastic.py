@@ -13,6 +13,7 @@ Shapes: B rows, H chunk, A action dimension, S Euler steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from vla_platform.gpu_workers.features import VLAFeature
 
+RL_PREFIX = "rl."
 INITIAL_LOG_STD = -2.0
 VALUE_WIDTH = 256
 _LOG_2_PI = math.log(2 * math.pi)
@@ -73,6 +75,11 @@ class RLHeads(nn.Module):
             pooled = torch.cat([pooled, state], dim=-1)
         value: Tensor = self.value(pooled)
         return value[:, 0]
+
+
+def trained_by_rl(names: Iterable[str]) -> bool:
+    """Whether a payload with tensors of these names has the heads."""
+    return any(name.startswith(RL_PREFIX) for name in names)
 
 
 def gaussian_log_prob(x: Tensor, mean: Tensor, log_std: Tensor, varies: Tensor) -> Tensor:

@@ -1,0 +1,191 @@
+"""The advantage worker: what a rollout's actions were worth, written beside its rows.
+
+It reads the few small columns that the arithmetic needs, judges groups on metadata, and drops jobs
+that would teach nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vla_platform.control import dispatch
+from vla_platform.control.services import Services
+from vla_platform.control.states import DropReason, JobState, Stage
+from vla_platform.control.training_job import TrainingJob
+from vla_platform.control.workloads import load_rl_spec
+from vla_platform.errors import LeaseLostError
+from vla_platform.rl.advantages import (
+    Level,
+    Rows,
+    generalized_advantages,
+    group_relative,
+    normalized,
+    over_rows,
+    returns_with_baseline,
+)
+from vla_platform.rl.groups import (
+    SCORE_HOOKS,
+    SHAPE_HOOKS,
+    EpisodeMeta,
+    find_hook,
+    judge,
+    without_zero_groups,
+)
+from vla_platform.specs import GRPOSpec, PPOSpec, ReinforceSpec, RLSpec
+from vla_storage.errors import CodedError, PayloadError
+
+ROW_COLUMNS = ("rewards", "actions_is_pad", "next_row", "is_transition", "terminated", "episode")
+PAYLOAD_TTL_S = 3600.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """The late columns of a partition, or why it trains nothing."""
+
+    columns: dict[str, npt.NDArray[Any]]
+    drop: DropReason | None = None
+
+
+def judge_rollout(
+    spec: RLSpec, columns: dict[str, npt.NDArray[Any]], episodes: list[EpisodeMeta]
+) -> Judged:
+    """Advantages, returns and what is to be trained. Shapes: R rows, H chunk.
+
+    columns: `ROW_COLUMNS`, and for PPO the values: `actor_value` or `value`.
+    `advantages` (R, H) float32, `returns` (R,) float32, `trained` (R, H) bool.
+    """
+    rows = Rows.of(columns)
+    algorithm = spec.algorithm
+    trained = rows.valid
+    if isinstance(algorithm, PPOSpec):
+        values = columns["actor_value" if "actor_value" in columns else "value"]
+        found = generalized_advantages(
+            rows,
+            values.astype(np.float64),
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            level=Level(algorithm.level),
+        )
+        advantages, returns = found.advantages, found.returns
+    elif isinstance(algorithm, ReinforceSpec):
+        found = returns_with_baseline(
+            rows,
+            gamma=algorithm.gamma,
+            level=Level(algorithm.level),
+            baseline=None if algorithm.baseline == "mean" else 0.0,
+        )
+        advantages, returns = found.advantages, found.returns
+    else:
+        kept, of_episode, drop = _by_group(spec, algorithm, episodes)
+        if drop is not None:
+            return Judged(columns={}, drop=drop)
+        advantages = over_rows(of_episode, columns["episode"], rows)
+        trained = rows.valid & kept[columns["episode"]][:, None]
+        returns = np.zeros(len(rows.next_row))
+    if not isinstance(algorithm, GRPOSpec) and algorithm.normalize_advantages:
+        advantages = normalized(advantages, trained)
+    if not np.any(advantages[trained]):
+        return Judged(columns={}, drop=DropReason.ZERO_ADVANTAGE)
+    judged = {"advantages": advantages.astype(np.float32), "trained": trained}
+    if isinstance(algorithm, PPOSpec):
+        judged["returns"] = returns.astype(np.float32)
+    return Judged(columns=judged)
+
+
+def _by_group(
+    spec: RLSpec, algorithm: GRPOSpec, episodes: list[EpisodeMeta]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64], DropReason | None]:
+    """Which episodes are trained, the advantage of each, and why there is none."""
+    num = max(one.episode for one in episodes) + 1
+    kept, advantage = np.zeros(num, np.bool_), np.zeros(num)
+    lowest, highest = algorithm.pass_rates
+    verdict = judge(episodes, lowest=lowest, highest=highest)
+    if not verdict.kept:
+        return kept, advantage, DropReason.REJECTED_BY_PASSRATE
+    scored = list(verdict.kept)
+    for hook in spec.score_hooks:
+        scored = find_hook(hook.name, SCORE_HOOKS)(scored, hook.options)
+    of = group_relative(
+        np.array([one.score for one in scored]),
+        np.array([one.group for one in scored]),
+        scale=algorithm.scale,
+    )
+    for hook in spec.shape_hooks:
+        of = find_hook(hook.name, SHAPE_HOOKS)(scored, of, hook.options)
+    mask = np.ones(len(scored), np.bool_)
+    if not algorithm.keep_zero_groups:
+        mask, _ = without_zero_groups(scored, of)
+    for one, value, is_kept in zip(scored, of, mask, strict=True):
+        kept[one.episode], advantage[one.episode] = is_kept, value
+    return kept, advantage, None if mask.any() else DropReason.ZERO_ADVANTAGE
+
+
+def compute_ready(services: Services, worker: str) -> int:
+    """Lease and compute what waits, for one slice; returns how many jobs that were."""
+    done = 0
+    end = time.monotonic() + services.settings.slice_s
+    while time.monotonic() < end:
+        job = services.ledger.lease_stage(
+            Stage.ADVANTAGES, worker, lease_s=services.settings.lease_s
+        )
+        if job is not None:
+            _compute(services, job)
+            done += 1
+        elif not services.ledger.wait_for_stage(Stage.ADVANTAGES, timeout_s=0.5) and not done:
+            break
+    return done
+
+
+def _compute(services: Services, job: TrainingJob) -> None:
+    ledger = services.ledger
+    try:
+        spec = load_rl_spec(services, job.tenant_id, job.workload)
+        names = set(services.payloads.metadata(job.partition_id, job.tenant_id))
+        wanted = [*ROW_COLUMNS, *(names & {"value", "actor_value"})]
+        columns = services.payloads.arrays(job.partition_id, job.tenant_id, wanted)
+        judged = judge_rollout(spec, columns, episodes_of(ledger.descriptor(job.job_id)))
+        if judged.drop is not None:
+            ledger.drop(job, judged.drop)
+            return
+        services.payloads.put(
+            job.partition_id, job.tenant_id, judged.columns, ttl_s=PAYLOAD_TTL_S, wait_s=5.0
+        )
+        if ledger.mark(job, JobState.READY):
+            dispatch.train(
+                job_id=job.job_id,
+                tenant=job.tenant_id,
+                partition_id=job.partition_id,
+                base_model=job.base_model,
+            )
+    except LeaseLostError as error:
+        _log.warning("action=advantages_refused job=%s reason=%s", job.job_id, error)
+    except PayloadError as error:
+        _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
+        ledger.drop(job, DropReason.SAMPLES_LOST)
+    except CodedError as error:
+        if error.retryable:
+            ledger.release(job)
+            raise
+        ledger.fail(job.workload, error.to_dict())
+
+
+def episodes_of(descriptor: dict[str, str]) -> list[EpisodeMeta]:
+    """The summaries that a rollout left with its job."""
+    return [
+        EpisodeMeta(
+            episode=one["episode"],
+            group=one["group"],
+            success=one["success"],
+            score=one["total_reward"],
+            num_steps=one["num_steps"],
+        )
+        for one in json.loads(descriptor["episodes"])
+    ]

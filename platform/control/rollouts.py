@@ -1,0 +1,134 @@
+"""The producer of RL training jobs: a reservation becomes a rollout, and its rows a partition."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from vla_platform.control import dispatch
+from vla_platform.control.prepared import load_prepared
+from vla_platform.control.services import Services
+from vla_platform.control.states import JobState, Lifecycle, Stage
+from vla_platform.control.training_job import TrainingJob
+from vla_platform.control.workloads import load_rl_spec
+from vla_platform.envs.rollout import RolloutConfig, RolloutReport
+from vla_platform.errors import LeaseLostError
+from vla_platform.failpoints import Failpoint, reach
+from vla_platform.schema import Schema
+from vla_platform.specs import RLSpec
+from vla_storage.checkpoint_types import CheckpointRef
+from vla_storage.errors import CodedError
+
+MOST_EPISODES = 400
+"""Summaries that a descriptor carries: its metadata stay below 64 KB."""
+Play = Callable[["Rollout", Callable[[int, int], None]], RolloutReport]
+"""`play(rollout, on_progress)`: steps the environments and writes the partition."""
+
+
+class Rollout:
+    """What one reservation asks for."""
+
+    def __init__(self, spec: RLSpec, schema: Schema, job: TrainingJob) -> None:
+        self.job = job
+        self.spec = spec
+        self.num_envs = spec.rollout.num_envs
+        self.horizon = spec.rollout.horizon
+        # Before the first update the policy acts as the checkpoint it begins from.
+        fresh = job.behavior_policy_version == job.base_version
+        self.version: int | str = spec.init_from if fresh else job.behavior_policy_version
+        policy = CheckpointRef.parse(spec.init_from).policy if fresh else spec.policy
+        self.config = RolloutConfig(
+            tenant=job.tenant_id,
+            policy_key=f"{job.tenant_id}/{policy}",
+            partition_id=job.partition_id,
+            env_id=spec.environment.id,
+            cameras=schema.cameras,
+            image_size=schema.image_size,
+            chunk=schema.chunk,
+            env_options=spec.environment.options,
+            isolation=spec.environment.isolation,
+            execute_steps=spec.rollout.execute_steps,
+            whole_episodes=spec.rollout.whole_episodes,
+            group_size=spec.rollout.group_size,
+            seed=spec.seed,
+            position=job.position,
+            num_videos=spec.rollout.num_videos,
+        )
+
+
+def produce(services: Services, tenant: str, run: str, play: Play) -> int:
+    """Roll out what may be reserved, for one slice; returns how many jobs went on."""
+    produced = 0
+    settings, ledger = services.settings, services.ledger
+    end = time.monotonic() + settings.slice_s
+    try:
+        while time.monotonic() < end:
+            ledger.producing(run, for_s=settings.lease_s)
+            job = ledger.reserve(run, lease_s=settings.lease_s, limits=settings.reserve_limits())
+            if isinstance(job, TrainingJob):
+                _roll_out(services, job, play)
+                produced += 1
+            elif job in WORTH_WAITING:
+                ledger.wait_for_room(run, timeout_s=0.5)
+            else:
+                return produced
+        dispatch.produce(ledger.workload(run))
+    except LeaseLostError:
+        pass  # cancelled, sent back or taken over: the ledger knows who goes on
+    except CodedError as error:
+        if error.retryable or not ledger.knows(run):
+            raise  # the reconciler sends this again
+        ledger.fail(run, error.to_dict())
+    finally:
+        ledger.producing(run, for_s=0)
+    return produced
+
+
+WORTH_WAITING = frozenset(
+    {
+        "in-flight limit",
+        "staleness bound",
+        "fair share",
+        "the tenant's rollout limit",
+        "the global rollout limit",
+    }
+)
+
+
+def _roll_out(services: Services, job: TrainingJob, play: Play) -> None:
+    spec = load_rl_spec(services, job.tenant_id, job.workload)
+    schema = load_prepared(services, job.tenant_id, job.workload).schema
+    lease_s = services.settings.lease_s
+    renewed = time.monotonic()
+
+    def on_progress(decisions: int, of: int) -> None:
+        nonlocal renewed
+        if time.monotonic() - renewed < lease_s / 4:
+            return
+        renewed = time.monotonic()
+        services.ledger.producing(job.workload, for_s=lease_s)
+        services.ledger.renew(job, lease_s=lease_s, progress=f"{decisions}/{of}")
+
+    report = play(Rollout(spec, schema, job), on_progress)
+    reach(Failpoint.PAYLOAD_WRITTEN)
+    forward = job.lifecycle == Lifecycle.RL_ACTOR_FORWARD
+    state = JobState.NEEDS_ACTOR_FORWARD if forward else JobState.NEEDS_ADVANTAGES
+    episodes = [asdict(one) for one in report.episodes[:MOST_EPISODES]]
+    try:
+        hint_is_due = services.ledger.mark(
+            job,
+            state,
+            sample_count=report.num_transitions,
+            success_rate=report.success_rate,
+            episodes=json.dumps(episodes, separators=(",", ":")),
+        )
+    except LeaseLostError:
+        services.payloads.clear(job.partition_id, job.tenant_id)
+        raise
+    reach(Failpoint.META_PUBLISHED)
+    if hint_is_due:
+        with contextlib.suppress(LeaseLostError):
+            dispatch.stage(Stage.ACTOR_FORWARD if forward else Stage.ADVANTAGES, job.base_model)

@@ -1,0 +1,149 @@
+"""An RL update: epochs of minibatches over the decisions of one rollout.
+
+The order of rows is drawn from the policy's own generator, so an update is a function of the slot
+and the samples alone, whoever else is on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from vla_platform.gpu_workers.action_modules.base import ActionModule
+from vla_platform.gpu_workers.algorithms.ppo import (
+    PolicyLoss,
+    PolicyLossConfig,
+    RolloutSamples,
+    policy_loss,
+)
+from vla_platform.gpu_workers.features import VLAFeature
+from vla_platform.specs import AlgorithmSpec, PPOSpec, ReinforceSpec
+
+
+@dataclass(frozen=True)
+class PolicySamples:
+    """B decisions: what was seen, what was drawn, and how it turned out."""
+
+    feature: VLAFeature
+    state: Tensor | None  # (B, S)
+    latent: Tensor  # (B, K, H, A)
+    rollout: RolloutSamples
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.latent)
+
+    def rows(self, index: Tensor) -> PolicySamples:
+        mask = self.feature.mask
+        return PolicySamples(
+            VLAFeature(
+                self.feature.kind,
+                self.feature.values[index],
+                None if mask is None else mask[index],
+            ),
+            None if self.state is None else self.state[index],
+            self.latent[index],
+            self.rollout.rows(index),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyUpdate:
+    """Means over the minibatches of the last epoch that was begun."""
+
+    loss: float
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    approx_kl: float
+    clip_fraction: float
+    grad_norm: float
+    num_rows: int
+    optimizer_steps: int
+    stopped_early: bool  # the divergence passed `target_kl`
+    lr: float = 0.0
+    step: int = 0
+
+
+Step = Callable[[Tensor], float]
+"""Goes down a loss; returns the norm of its gradient."""
+
+
+def loss_config(algorithm: AlgorithmSpec) -> PolicyLossConfig:
+    """What the losses need of a spec."""
+    if isinstance(algorithm, ReinforceSpec):
+        return PolicyLossConfig(surrogate=False, entropy_weight=algorithm.entropy_weight)
+    config = PolicyLossConfig(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        chunk_ratio=algorithm.ratio == "chunk",
+        entropy_weight=algorithm.entropy_weight,
+        value_weight=0.0,
+        value_clip=None,
+    )
+    if isinstance(algorithm, PPOSpec):
+        return PolicyLossConfig(
+            **{
+                **config.__dict__,
+                "value_weight": algorithm.value_weight,
+                "value_clip": algorithm.value_clip,
+            }
+        )
+    return config
+
+
+def run_policy_update(
+    module: ActionModule,
+    samples: PolicySamples,
+    algorithm: AlgorithmSpec,
+    *,
+    generator: Generator,
+    step: Step,
+) -> PolicyUpdate:
+    """All epochs of an update. A minibatch in which nothing is valid takes no step (PF-31)."""
+    config = loss_config(algorithm)
+    epochs, minibatches, target = 1, 1, None
+    if not isinstance(algorithm, ReinforceSpec):
+        epochs, minibatches = algorithm.epochs, algorithm.minibatches
+        target = algorithm.target_kl
+    found: list[PolicyLoss] = []
+    norms: list[float] = []
+    steps = 0
+    stopped = False
+    for _ in range(epochs):
+        if stopped:
+            break
+        found, norms = [], []
+        order = torch.randperm(samples.num_rows, generator=generator)
+        for index in torch.tensor_split(order, min(minibatches, samples.num_rows)):
+            part = samples.rows(index.to(samples.latent.device))
+            if not bool(part.rollout.valid.any()):
+                continue
+            judged = module.evaluate(part.feature, part.state, part.latent)
+            loss = policy_loss(judged.log_prob, judged.entropy, judged.value, part.rollout, config)
+            found.append(loss)
+            if target is not None and float(loss.approx_kl) > target:
+                stopped = True
+                break
+            norms.append(step(loss.total))
+            steps += 1
+    return PolicyUpdate(
+        loss=_mean([loss.total for loss in found]),
+        policy_loss=_mean([loss.policy for loss in found]),
+        value_loss=_mean([loss.value for loss in found]),
+        entropy=_mean([loss.entropy for loss in found]),
+        approx_kl=_mean([loss.approx_kl for loss in found]),
+        clip_fraction=_mean([loss.clip_fraction for loss in found]),
+        grad_norm=sum(norms) / len(norms) if norms else 0.0,
+        num_rows=samples.num_rows,
+        optimizer_steps=steps,
+        stopped_early=stopped,
+    )
+
+
+def _mean(values: list[Tensor]) -> float:
+    return float(torch.stack([value.detach() for value in values]).mean()) if values else 0.0

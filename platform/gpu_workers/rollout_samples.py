@@ -1,0 +1,83 @@
+"""The columns of a rollout, as tensors for an RL update: only its decisions, checked.
+
+Where the rollout kept the features of its predictions they are used as they are (encode once);
+otherwise the rows are encoded again, which gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vla_platform.errors import DataError
+from vla_platform.gpu_workers.action_modules.base import ActionModule
+from vla_platform.gpu_workers.algorithms.policy_gradient import PolicySamples
+from vla_platform.gpu_workers.algorithms.ppo import RolloutSamples
+from vla_platform.gpu_workers.features import FeatureEncoder, stack_features
+from vla_platform.gpu_workers.samples import reads_state, rows_of
+
+Columns = Mapping[str, Any]
+
+TRAINING_COLUMNS = ("latent", "log_prob", "advantages", "trained", "state", "is_transition")
+OPTIONAL_COLUMNS = ("returns", "value", "feature", "actor_log_prob", "actor_value")
+FALLBACK_COLUMNS = ("images", "frame_digest", "prompt", "state")
+"""What the rows are encoded from where no features were kept."""
+
+
+def encode_rows(
+    columns: Columns, module: ActionModule, encoder: FeatureEncoder, rows: npt.NDArray[np.int64]
+) -> tuple[list[torch.Tensor], int]:
+    """Features of the chosen rows, and how many backbone forwards they cost."""
+    device = encoder.backbone.device
+    if "feature" in columns:
+        kept = [np.asarray(columns["feature"][row], np.float32) for row in rows]
+        return [torch.from_numpy(array.copy()).to(device) for array in kept], 0
+    chosen = {name: np.asarray(columns[name])[rows] for name in FALLBACK_COLUMNS if name in columns}
+    encoded = encoder.encode(rows_of(chosen, module), [module.feature_kind] * len(rows))
+    return encoded.features, encoded.num_forwards
+
+
+def policy_samples(
+    columns: Columns, module: ActionModule, encoder: FeatureEncoder
+) -> tuple[PolicySamples, int]:
+    """The decisions of a rollout, and the backbone forwards that it took to have their features.
+
+    Raises `DataError` where a column is missing or not finite.
+    """
+    for name in TRAINING_COLUMNS:
+        if name not in columns and not (name == "state" and not reads_state(module.schema)):
+            raise DataError(f"column {name!r} is missing", column=name)
+    rows = np.flatnonzero(columns["is_transition"])
+    if not len(rows):
+        raise DataError("the rollout has no decision", column="is_transition")
+    device = encoder.backbone.device
+
+    def tensor(name: str) -> torch.Tensor:
+        chosen = np.asarray(columns[name], np.float32)[rows]
+        if not np.isfinite(chosen).all():
+            row = int(rows[np.argwhere(~np.isfinite(chosen))[0, 0]])
+            raise DataError(f"column {name!r} is not finite at row {row}", column=name, row=row)
+        return torch.from_numpy(chosen.copy()).to(device)
+
+    features, num_forwards = encode_rows(columns, module, encoder, rows)
+    old = "actor_log_prob" if "actor_log_prob" in columns else "log_prob"
+    values = "actor_value" if "actor_value" in columns else "value"
+    samples = PolicySamples(
+        feature=stack_features(features, module.feature_kind),
+        state=tensor("state") if reads_state(module.schema) else None,
+        latent=tensor("latent"),
+        rollout=RolloutSamples(
+            log_prob=tensor(old),
+            advantages=tensor("advantages"),
+            returns=tensor("returns") if "returns" in columns else None,
+            values=tensor(values) if values in columns else None,
+            valid=torch.from_numpy(np.asarray(columns["trained"], np.bool_)[rows].copy()).to(
+                device
+            ),
+        ),
+    )
+    return samples, num_forwards
