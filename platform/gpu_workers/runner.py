@@ -242,7 +242,7 @@ class TrainingRunner:
                 job.tenant_id,
                 found,
                 ttl_s=PAYLOAD_TTL_S,
-                wait_s=self._services.settings.lease_s / 2,
+                wait_s=5.0,
             )
             if ledger.mark(job, JobState.NEEDS_ADVANTAGES):
                 dispatch.stage(Stage.ADVANTAGES, job.base_model)
