@@ -88,7 +88,7 @@ class Measured:
     def note(self, started: float) -> bool:
         """Whether to go on."""
         now = time.perf_counter()
-        if self.begin <= started and now <= self.end:
+        if self.begin <= now <= self.end:
             self.latencies.append(now - started)
         return now < self.end
 

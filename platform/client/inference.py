@@ -336,7 +336,9 @@ class InferenceProxy:
                 body += [part.data for part in call.parts]
             else:
                 place = call.slot[1:]
-            requests.append(replace(call.request, place=place, timeout_s=round(left, 3)))
+            wire = call.request.to_dict()
+            wire["place"], wire["timeout_s"] = place, round(left, 3)
+            requests.append(wire)
             call.tries += 1
             call.sent = now
         frame = pack_requests(self.client_id, arena, requests, body)
