@@ -31,7 +31,8 @@ from typing import Any
 
 import psutil
 import torch
-from inference_standin import StandIn, observation
+from inference_rows import observation
+from inference_standin import StandIn
 from result_line import print_result, target
 
 from vla_platform.stack.ports import LOOPBACK, free_ports

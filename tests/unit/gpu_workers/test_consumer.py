@@ -25,9 +25,10 @@ from vla_platform.errors import (
     QueueFullError,
     UnavailableError,
 )
-from vla_platform.gpu_workers.consumer import BatchReport, InferenceConsumer
+from vla_platform.gpu_workers.consumer import InferenceConsumer
 from vla_platform.gpu_workers.group_batching import GroupBatching
 from vla_platform.gpu_workers.inference import Outcome, RunCost, RunPart
+from vla_platform.gpu_workers.items import BatchReport
 from vla_platform.gpu_workers.sessions import SessionWindows
 from vla_platform.inference.arena import ArenaReader
 from vla_platform.inference.channel.memory import MemoryBroker, MemoryChannel, MemorySender
