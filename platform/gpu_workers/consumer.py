@@ -103,7 +103,9 @@ class InferenceConsumer:
         self._busy_since: float | None = None
         self._num_batches = 0
         self._threads = {
-            name: threading.Thread(target=run, name=f"infer-{name}", daemon=True)
+            name: threading.Thread(
+                target=self._guarded, args=(run,), name=f"infer-{name}", daemon=True
+            )
             for name, run in (
                 ("fetch", self._fetch_loop),
                 ("device", self._device_loop),
@@ -141,6 +143,14 @@ class InferenceConsumer:
     def num_waiting(self) -> int:
         """Samples that wait for a batch in this worker."""
         return self._batching.num_samples
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """A worker that lost one of its threads would look alive and answer nobody: it ends."""
+        try:
+            run()
+        except Exception:
+            _log.critical("action=inference_thread_died", exc_info=True)
+            self._on_hang()
 
     # --- fetching ---
 

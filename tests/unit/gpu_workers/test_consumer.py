@@ -352,6 +352,25 @@ def test_a_hung_forward_ends_the_process(bench: Bench):
     assert hung.wait(20)
 
 
+def test_a_worker_that_loses_a_thread_ends(bench: Bench):
+    """PF-03: never alive and deaf."""
+
+    class Broken(MemoryChannel):
+        def receive(self, *, max_entries: int, timeout_s: float) -> list[Any]:
+            raise RuntimeError("a bug")
+
+    ended = threading.Event()
+    consumer = InferenceConsumer(
+        Broken(bench.broker, "base"),
+        bench.engine,
+        GroupBatching(max_samples=4, max_wait_s=0.005),
+        on_hang=ended.set,
+    )
+    consumer.start()
+    assert ended.wait(20)
+    consumer.stop(grace_s=1.0)
+
+
 def test_rubbish_on_the_stream_is_buried_and_serving_goes_on(bench: Bench):
     sender = MemorySender(bench.broker, "0" * 32)
     sender.send("a", "base", b"rubbish")
