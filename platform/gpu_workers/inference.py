@@ -102,7 +102,7 @@ class InferenceModelService:
         self.backbone = backbone
         self.versions = versions
         self.encoder = FeatureEncoder(backbone, share_length=share_length)
-        self.decoder = Decoder()
+        self.decoder = Decoder(device=backbone.device.type)
         self.sessions = sessions or SessionWindows()
         self._save_features = save_features
 
