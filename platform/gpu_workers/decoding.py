@@ -27,7 +27,7 @@ from vla_platform.gpu_workers.module_versions import MountedModule
 
 MIN_STACKED = {"cpu": 8}
 """Modules from which stacking pays. On a CPU core (measured): OFT 1.8 ms either way at 8 modules,
-flow matching 66 ms one by one and 47 stacked; below, its own cost of about 1 ms is not recovered."""
+flow matching 66 ms one by one and 47 stacked; with fewer, its own cost is not recovered."""
 MIN_STACKED_ELSEWHERE = 2
 """Where launching kernels is what costs."""
 MAX_STACKS = 8
