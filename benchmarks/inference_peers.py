@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from inference_standin import PIXEL_BYTES, ROW_BYTES, SIDE, StandIn, observation
+from inference_rows import PIXEL_BYTES, ROW_BYTES, SIDE, observation
 
 BATCH = 32
 CELERY_BATCHES_WAIT_S = 0.05  # the best of 5, 50 and 300 ms
@@ -48,6 +48,8 @@ def celery_app(url: str) -> Any:
 
 
 def serve_celery(url: str, num_tenants: int, *, batches: bool) -> None:
+    from inference_standin import StandIn
+
     app = celery_app(url)
     model = StandIn(num_tenants)
     if batches:
@@ -88,7 +90,7 @@ class Measured:
     def note(self, started: float) -> bool:
         """Whether to go on."""
         now = time.perf_counter()
-        if self.begin <= started and now <= self.end:
+        if self.begin <= now <= self.end:
             self.latencies.append(now - started)
         return now < self.end
 

@@ -12,13 +12,15 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from inference_rows import STATE
 from inference_standin import StandIn
 
+from vla_platform.datasets.statistics import Statistics
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.consumer import InferenceConsumer
 from vla_platform.gpu_workers.group_batching import GroupBatching
@@ -70,6 +72,12 @@ def tiny_engine(num_tenants: int) -> InferenceModelService:
     source = MemoryModuleSource()
     for number in range(num_tenants):
         config = oft_config(backbone, f"t{number}", seed=number)
+        ones = np.ones((2, STATE)) * [[-1], [1]]
+        config = replace(
+            config,
+            schema=replace(config.schema, state_dim=STATE),
+            statistics={**config.statistics, "state": Statistics.compute(ones, key="state")},
+        )
         training.mount(config)
         arrays = training.export_params(config.policy_key)
         source.put(
@@ -118,5 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    np.seterr(all="ignore")
     main()

@@ -11,10 +11,9 @@ import itertools
 
 import numpy as np
 import torch
+from inference_rows import PIXEL_BYTES, SIDE
 
-SIDE, STATE, ACTIONS = 224, 8, 8 * 7
-PIXEL_BYTES = SIDE * SIDE * 3
-ROW_BYTES = PIXEL_BYTES + 4 * STATE
+ACTIONS = 8 * 7
 WIDTH, NUM_LAYERS = 2048, 6
 
 
@@ -43,10 +42,3 @@ class StandIn:
         for tenant, places in by_tenant.items():
             out[places] = self.heads[tenant](x[places])
         return out.numpy()
-
-
-def observation(seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    row = rng.integers(0, 256, ROW_BYTES, dtype=np.uint8)
-    row[PIXEL_BYTES:] = rng.uniform(-1, 1, STATE).astype(np.float32).view(np.uint8)
-    return row

@@ -15,34 +15,29 @@ import queue
 import threading
 import time
 import uuid
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
-
+from vla_platform.client.observations import Bytes, SessionFrames, bytes_of
 from vla_platform.client.wire_errors import to_error
 from vla_platform.envs.base import Observation
 from vla_platform.errors import (
-    DataError,
     DeadlineError,
     HistoryLostError,
     PixelsUnreachableError,
     UnavailableError,
 )
-from vla_platform.inference.arena import Arena
+from vla_platform.inference.arena import Arena, Arenas
 from vla_platform.inference.channel.base import RequestSender
 from vla_platform.inference.channel.redis_streams import RedisStreamsSender, open_client
 from vla_platform.inference.protocol import (
     Answer,
     Prediction,
     PredictRequest,
-    RowShape,
-    SessionStep,
     pack_requests,
     unpack_answers,
 )
@@ -54,12 +49,8 @@ RETRY_S = 0.2  # after the broker did not take a frame
 POLL_S = 0.1
 MAX_TOGETHER = 16  # requests of one frame: the worker reads the first while the next are written
 INLINE_S = 60.0  # how long a worker on another host is remembered
-MAX_SESSIONS = 4096
-ARENA_BYTES = 48 << 20
-SMALLEST_SLOT = 64 << 10
 
 _log = logging.getLogger(__name__)
-Bytes = npt.NDArray[np.uint8]
 BaseModelOf = Callable[[str, str], str]
 """Base model of `(tenant, policy)`. Raises `NotFoundError`."""
 
@@ -99,12 +90,11 @@ class InferenceProxy:
         self._sender = sender(self.client_id)
         self._base_model_of = base_model_of
         self._base_models: dict[tuple[str, str], str] = {}
-        self._shared_memory = shared_memory
-        self._arenas: dict[int, Arena] = {}
+        self._arenas = Arenas(enabled=shared_memory)
         self._inline_until: dict[tuple[str, str], float] = {}
         self._calls: dict[str, _Call] = {}
         self._unconfirmed: list[_Call] = []  # of the frame that was handed over last
-        self._sessions: OrderedDict[tuple[str, str], tuple[int, deque[Bytes]]] = OrderedDict()
+        self._sessions = SessionFrames()
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
@@ -223,8 +213,7 @@ class InferenceProxy:
         gone = UnavailableError("the inference proxy was closed")
         self._finish([(call, gone) for call in list(self._calls.values())])
         self._sender.close()
-        for arena in self._arenas.values():
-            arena.close()
+        self._arenas.close()
 
     def _start(
         self,
@@ -239,13 +228,13 @@ class InferenceProxy:
         if self._closed:
             raise UnavailableError("the inference proxy is closed")
         rows = [observations] if isinstance(observations, Observation) else list(observations)
-        shape, parts = _bytes_of(rows)
+        shape, parts = bytes_of(rows)
         options = dict(options)
         session, step = options.pop("session", None), options.pop("step", None)
         history = options.pop("history", 1)
         window = None
         if session is not None:
-            parts, window, options["session"] = self._session(
+            parts, window, options["session"] = self._sessions.step(
                 (tenant, session), step, history, parts
             )
         base_model = self._base_model(tenant, policy)
@@ -270,24 +259,6 @@ class InferenceProxy:
         if key not in self._base_models:
             self._base_models[key] = self._base_model_of(tenant, policy)
         return self._base_models[key]
-
-    def _session(
-        self, key: tuple[str, str], step: int | None, history: int, parts: list[Bytes]
-    ) -> tuple[list[Bytes], list[Bytes], SessionStep]:
-        """The newest frame to ship, the whole window to fall back on, and what step this is."""
-        frame = np.concatenate(parts)  # a copy: the environment goes on to its next frame
-        with self._lock:
-            last, frames = self._sessions.pop(key, (-1, deque[Bytes]()))
-            step = last + 1 if step is None else step
-            if step != last + 1:
-                frames = deque()
-            frames = deque(frames, maxlen=history)
-            frames.append(frame)
-            self._sessions[key] = (step, frames)
-            while len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
-            window = list(frames)
-        return [frame], window, SessionStep(session=key[1], step=step, history=history)
 
     # --- sending ---
 
@@ -336,7 +307,9 @@ class InferenceProxy:
                 body += [part.data for part in call.parts]
             else:
                 place = call.slot[1:]
-            requests.append(replace(call.request, place=place, timeout_s=round(left, 3)))
+            wire = call.request.to_dict()
+            wire["place"], wire["timeout_s"] = place, round(left, 3)
+            requests.append(wire)
             call.tries += 1
             call.sent = now
         frame = pack_requests(self.client_id, arena, requests, body)
@@ -370,27 +343,8 @@ class InferenceProxy:
         if call.slot is not None and not inline:
             return
         self._free(call)
-        if inline or not self._shared_memory:
-            return
-        arena = self._arena(sum(part.size for part in call.parts))
-        slot = None if arena is None else arena.take()
-        if arena is not None and slot is not None:
-            call.slot = (arena, slot, arena.write(slot, call.parts))
-
-    def _arena(self, size_bytes: int) -> Arena | None:
-        slot_bytes = max(SMALLEST_SLOT, 1 << (size_bytes - 1).bit_length())
-        if slot_bytes // 4 * 3 >= size_bytes:
-            slot_bytes = slot_bytes // 4 * 3
-        found = self._arenas.get(slot_bytes)
-        if found is None:
-            try:
-                found = self._arenas[slot_bytes] = Arena(
-                    slot_bytes=slot_bytes, num_slots=max(8, min(256, ARENA_BYTES // slot_bytes))
-                )
-            except OSError as error:
-                _log.warning("action=no_shared_memory reason=%s", error)
-                self._shared_memory = False
-        return found
+        if not inline:
+            call.slot = self._arenas.put(call.parts)
 
     def _free(self, call: _Call) -> None:
         if call.slot is not None:
@@ -489,36 +443,3 @@ class InferenceProxy:
 def _resolve_all(members: list[tuple[_Call, Prediction | Exception]]) -> None:
     for call, outcome in members:
         call.resolve(outcome)
-
-
-def _bytes_of(rows: Sequence[Observation]) -> tuple[RowShape, list[Bytes]]:
-    """The rows' common shape, and flat views of their bytes in wire order."""
-    if not rows:
-        raise DataError("predict takes at least one observation", column="observations")
-    shape: RowShape | None = None
-    parts: list[Bytes] = []
-    for row in rows:
-        cameras = []
-        for name, image in row.images.items():
-            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-                raise DataError(
-                    f"the picture of {name} is {image.dtype} {image.shape}, "
-                    "not uint8 (height, width, 3)",
-                    column=name,
-                )
-            cameras.append((name, *image.shape[:2]))
-            parts.append(np.ascontiguousarray(image).reshape(-1))
-        state = np.ascontiguousarray(row.state, dtype="<f4")
-        if state.ndim != 1 or not np.isfinite(state).all():
-            raise DataError("the state is not one row of finite numbers", column="state")
-        found = RowShape(cameras=tuple(cameras), state_dim=len(state))
-        if shape is not None and found != shape:
-            raise DataError(
-                "the observations of one call differ in cameras, sizes or state; call once for each"
-            )
-        shape = found
-        if len(state):
-            parts.append(state.view(np.uint8))
-    if shape is None or not shape.cameras:
-        raise DataError("an observation has at least one picture", column="images")
-    return shape, parts

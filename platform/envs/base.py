@@ -7,7 +7,7 @@ limit and never counts as termination.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -109,6 +109,29 @@ class Environment(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+CAMERA_PREFIX = "observation.images."
+
+
+def matching_cameras(wanted: Sequence[str], given: Collection[str]) -> list[str]:
+    """The names among `given` of the cameras that a schema wants, in the schema's order.
+
+    A schema names a dataset's feature (`observation.images.top`), an environment its camera
+    (`top`): both are taken. Raises `DataError`.
+    """
+    found = [
+        next((name for name in (key, key.removeprefix(CAMERA_PREFIX)) if name in given), None)
+        for key in wanted
+    ]
+    missing = [key for key, name in zip(wanted, found, strict=True) if name is None]
+    if missing:
+        raise DataError(
+            f"the policy looks through {', '.join(wanted)}; the observation has "
+            f"{', '.join(sorted(given)) or 'no camera'} and lacks {', '.join(missing)}",
+            column=missing[0],
+        )
+    return [name for name in found if name is not None]
 
 
 def check_action(

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from vla_platform.datasets.frames import Frame, make_frame
 from vla_platform.datasets.prompts import encode_prompts
-from vla_platform.envs.base import Observation
+from vla_platform.envs.base import Observation, matching_cameras
 from vla_platform.envs.sessions import Outcome
 
 Columns = dict[str, Any]
@@ -64,7 +64,8 @@ class Seen:
 
     @classmethod
     def of(cls, observation: Observation, cameras: Sequence[str], image_size: int) -> Seen:
-        frames = tuple(make_frame(observation.images[name], image_size) for name in cameras)
+        names = matching_cameras(cameras, observation.images)
+        frames = tuple(make_frame(observation.images[name], image_size) for name in names)
         return cls(frames, observation.state, observation.task)
 
 

@@ -16,14 +16,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from vla_platform.errors import (
     BackboneChangedError,
-    DeadlineError,
     PlatformError,
     PoisonError,
     QueueFullError,
@@ -32,10 +30,20 @@ from vla_platform.errors import (
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.group_batching import Batch, GroupBatching, Part
 from vla_platform.gpu_workers.inference import Engine, Outcome, RunCost, RunPart
+from vla_platform.gpu_workers.items import (
+    Answered,
+    BatchReport,
+    Item,
+    Observer,
+    OpenDelivery,
+    Refused,
+    answer_to,
+    deadline_passed,
+    joined,
+)
 from vla_platform.inference.arena import ArenaReader
 from vla_platform.inference.channel.base import Delivery, Reply, RequestChannel
 from vla_platform.inference.protocol import (
-    ARRAYS,
     Answer,
     Prediction,
     PredictRequest,
@@ -58,79 +66,6 @@ WATCH_S = 0.25
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchReport:
-    """One batch, for metrics. Times in seconds; requests, samples and tokens by tenant."""
-
-    batch_id: int
-    requests: dict[str, int]
-    samples: dict[str, int]
-    tokens: dict[str, int]
-    waited_s: float  # of the oldest request, in this worker
-    forward_s: float
-    decode_s: float
-    num_forwards: int
-    num_waiting: int  # samples left in this worker
-    num_failed: int
-
-
-Observer = Callable[[BatchReport], None]
-
-
-@dataclass(eq=False)
-class _Open:
-    """A delivery that is not settled yet."""
-
-    delivery: Delivery
-    client: str
-    since: float
-    num_left: int
-
-
-@dataclass(eq=False)
-class _Item:
-    """A request in this worker: what the batching policy sees of it, and where its answer goes."""
-
-    opened: _Open
-    request: PredictRequest
-    deadline: float
-    alone: bool  # delivered before: it might be what ended a worker
-    pixels: Any = None
-    lane: str = ""
-    prepared: Any = None
-    parts: list[Prediction] = field(default_factory=list)
-    is_answered: bool = False
-
-    @property
-    def tenant(self) -> str:
-        return self.opened.delivery.tenant
-
-    @property
-    def sender(self) -> str:
-        return self.opened.client
-
-    @property
-    def num_samples(self) -> int:
-        return self.request.num_rows
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.tenant, self.request.request_id
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """What came as a request and is none."""
-
-    opened: _Open
-    request_id: str
-    error: CodedError
-
-
-_Answered = tuple[_Item, Outcome]
-_ToSend = tuple[list[_Answered] | _Refused, BatchReport | None]
-
-
 class InferenceConsumer:
     """One per worker and base model. `on_hang` ends a process whose forward does not end."""
 
@@ -138,7 +73,7 @@ class InferenceConsumer:
         self,
         channel: RequestChannel,
         engine: Engine,
-        batching: GroupBatching[_Item],
+        batching: GroupBatching[Item],
         *,
         turns: DeviceTurns | None = None,
         observers: Sequence[Observer] = (),
@@ -157,18 +92,20 @@ class InferenceConsumer:
         self._on_hang = on_hang
         self._arenas = arenas or ArenaReader()
         self._changed = threading.Condition()  # guards the batching policy and what is open
-        self._open: dict[Any, _Open] = {}
-        self._items: dict[tuple[str, str], _Item] = {}
+        self._open: dict[Any, OpenDelivery] = {}
+        self._items: dict[tuple[str, str], Item] = {}
         self._loading: dict[str, int] = defaultdict(int)  # requests that wait for a module
         self._replies: queue.SimpleQueue[
-            tuple[list[_Answered] | _Refused, BatchReport | None] | None
+            tuple[list[Answered] | Refused, BatchReport | None] | None
         ] = queue.SimpleQueue()
         self._stopping = threading.Event()  # take nothing new
         self._halted = threading.Event()  # give up what cannot be sent
         self._busy_since: float | None = None
         self._num_batches = 0
         self._threads = {
-            name: threading.Thread(target=run, name=f"infer-{name}", daemon=True)
+            name: threading.Thread(
+                target=self._guarded, args=(run,), name=f"infer-{name}", daemon=True
+            )
             for name, run in (
                 ("fetch", self._fetch_loop),
                 ("device", self._device_loop),
@@ -207,6 +144,14 @@ class InferenceConsumer:
         """Samples that wait for a batch in this worker."""
         return self._batching.num_samples
 
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """A worker that lost one of its threads would look alive and answer nobody: it ends."""
+        try:
+            run()
+        except Exception:
+            _log.critical("action=inference_thread_died", exc_info=True)
+            self._on_hang()
+
     # --- fetching ---
 
     def _fetch_loop(self) -> None:
@@ -242,7 +187,7 @@ class InferenceConsumer:
             self._refuse_poison(delivery, frame)
             return
         now = time.monotonic()
-        opened = _Open(delivery, frame.client, now, len(frame.requests))
+        opened = OpenDelivery(delivery, frame.client, now, len(frame.requests))
         with self._changed:
             self._open[delivery.tag] = opened
         if not frame.requests:
@@ -251,16 +196,16 @@ class InferenceConsumer:
         self._offer([item for item in items if item is not None and self._prepare(item)])
 
     def _item(
-        self, opened: _Open, frame: RequestFrame, raw: dict[str, Any], now: float
-    ) -> _Item | None:
+        self, opened: OpenDelivery, frame: RequestFrame, raw: dict[str, Any], now: float
+    ) -> Item | None:
         """A request with its pixels; None where it has its answer already."""
         try:
             request = PredictRequest.from_dict(raw)
         except RequestError as error:
-            self._replies.put((_Refused(opened, request_id_of(raw), error), None))
+            self._replies.put((Refused(opened, request_id_of(raw), error), None))
             return None
         deadline = now + request.timeout_s - opened.delivery.age_s
-        item = _Item(opened, request, deadline, alone=opened.delivery.attempts > 1)
+        item = Item(opened, request, deadline, alone=opened.delivery.attempts > 1)
         with self._changed:
             is_second = item.key in self._items
             if is_second:  # sent again while the first is at work: that one's answer will do
@@ -272,7 +217,7 @@ class InferenceConsumer:
                 self._acknowledge(opened)
             return None
         if deadline <= now:
-            self._answer([(item, _late(item))])
+            self._answer([(item, deadline_passed(item))])
             return None
         try:
             item.pixels = self._pixels(frame, request)
@@ -291,7 +236,7 @@ class InferenceConsumer:
             raise RequestError("a request points outside its frame")
         return np.frombuffer(frame.body, np.uint8, request.size_bytes, first)
 
-    def _prepare(self, item: _Item) -> bool:
+    def _prepare(self, item: Item) -> bool:
         """Whether the request may be queued now; else it is answered, or waits for its module."""
         try:
             found = self._engine.prepare(item.tenant, item.sender, item.request, item.pixels)
@@ -309,7 +254,7 @@ class InferenceConsumer:
         item.lane = f"alone {item.request.request_id}" if item.alone else found.lane
         return True
 
-    def _wait_for_module(self, item: _Item, loading: Future[Any]) -> None:
+    def _wait_for_module(self, item: Item, loading: Future[Any]) -> None:
         with self._changed:
             self._loading[item.tenant] += 1
             is_too_many = self._loading[item.tenant] > MAX_LOADING
@@ -320,7 +265,7 @@ class InferenceConsumer:
             )
         loading.add_done_callback(lambda done: self._module_is_in(item, done))
 
-    def _module_is_in(self, item: _Item, done: Future[Any]) -> None:
+    def _module_is_in(self, item: Item, done: Future[Any]) -> None:
         """Called by a loading thread."""
         with self._changed:
             self._loading[item.tenant] -= 1
@@ -333,7 +278,7 @@ class InferenceConsumer:
         else:
             self._answer([(item, PlatformError(f"the module could not be loaded: {error!r:.200}"))])
 
-    def _offer(self, items: list[_Item]) -> None:
+    def _offer(self, items: list[Item]) -> None:
         if items:
             with self._changed:
                 now = time.monotonic()
@@ -373,14 +318,14 @@ class InferenceConsumer:
                 self._on_hang()
                 return
 
-    def _next_batch(self) -> Batch[_Item] | None:
+    def _next_batch(self) -> Batch[Item] | None:
         """Waits for a batch to be due; None when stopped and nothing is left."""
         with self._changed:
             while True:
                 now = time.monotonic()
                 late = self._batching.expire(now)
                 if late:
-                    self._answer([(item, _late(item)) for item in late])
+                    self._answer([(item, deadline_passed(item)) for item in late])
                 if self._stopping.is_set() and not self._threads["fetch"].is_alive():
                     return self._batching.flush(now)
                 batch = self._batching.take(now)
@@ -389,13 +334,13 @@ class InferenceConsumer:
                 due = self._batching.due(now)
                 self._changed.wait(FETCH_S if due is None else min(FETCH_S, max(0.0, due - now)))
 
-    def _run(self, batch: Batch[_Item]) -> None:
+    def _run(self, batch: Batch[Item]) -> None:
         self._num_batches += 1
         with self._turns.inference():
             self._busy_since = time.monotonic()
             outcomes, cost = self._outcomes(batch.parts)
             self._busy_since = None
-        answered: list[_Answered] = []
+        answered: list[Answered] = []
         for part, outcome in zip(batch.parts, outcomes, strict=True):
             whole = self._whole(part, outcome)
             if whole is not None:
@@ -408,7 +353,7 @@ class InferenceConsumer:
             self._changed.notify_all()  # there is room for more
         self._replies.put((answered, self._report(batch, outcomes, cost)))
 
-    def _outcomes(self, parts: Sequence[Part[_Item]]) -> tuple[list[Outcome], RunCost]:
+    def _outcomes(self, parts: Sequence[Part[Item]]) -> tuple[list[Outcome], RunCost]:
         """All at once; where that fails, one by one, so that one bad request fails alone."""
         runs = [RunPart(part.request.prepared, part.start, part.stop) for part in parts]
         try:
@@ -438,7 +383,7 @@ class InferenceConsumer:
                 total.tokens[tenant] = total.tokens.get(tenant, 0) + tokens
         return outcomes, total
 
-    def _whole(self, part: Part[_Item], outcome: Outcome) -> Outcome | None:
+    def _whole(self, part: Part[Item], outcome: Outcome) -> Outcome | None:
         """The answer to the part's request once it is complete."""
         item = part.request
         if item.is_answered:
@@ -448,9 +393,9 @@ class InferenceConsumer:
             if not part.is_last:
                 return None
         item.is_answered = True
-        return _joined(item.parts) if isinstance(outcome, Prediction) else outcome
+        return joined(item.parts) if isinstance(outcome, Prediction) else outcome
 
-    def _report(self, batch: Batch[_Item], outcomes: list[Outcome], cost: RunCost) -> BatchReport:
+    def _report(self, batch: Batch[Item], outcomes: list[Outcome], cost: RunCost) -> BatchReport:
         requests: dict[str, int] = defaultdict(int)
         samples: dict[str, int] = defaultdict(int)
         for part in batch.parts:
@@ -471,12 +416,12 @@ class InferenceConsumer:
 
     # --- replying ---
 
-    def _answer(self, answered: list[_Answered]) -> None:
+    def _answer(self, answered: list[Answered]) -> None:
         for item, _ in answered:
             item.is_answered = True
         self._replies.put((answered, None))
 
-    def _acknowledge(self, opened: _Open) -> None:
+    def _acknowledge(self, opened: OpenDelivery) -> None:
         """There is nothing to say about this delivery, or no more."""
         with contextlib.suppress(CodedError):
             self._channel.settle([], [opened.delivery])
@@ -489,7 +434,7 @@ class InferenceConsumer:
             if first is None:
                 return
             answered, report = first
-            if isinstance(answered, _Refused):
+            if isinstance(answered, Refused):
                 self._refuse(answered)
             elif answered:
                 self._reply(answered)
@@ -500,12 +445,12 @@ class InferenceConsumer:
                     except Exception:
                         _log.exception("action=observer_failed")
 
-    def _reply(self, answered: list[_Answered]) -> None:
+    def _reply(self, answered: list[Answered]) -> None:
         by_client: dict[tuple[str, str], list[Answer]] = defaultdict(list)
         done: list[Delivery] = []
         with self._changed:
             for item, outcome in answered:
-                by_client[item.tenant, item.sender].append(_answer_to(item, outcome))
+                by_client[item.tenant, item.sender].append(answer_to(item, outcome))
                 if self._items.get(item.key) is item:
                     del self._items[item.key]
                 item.opened.num_left -= 1
@@ -525,7 +470,7 @@ class InferenceConsumer:
             for delivery in done:
                 self._open.pop(delivery.tag, None)
 
-    def _refuse(self, refused: _Refused) -> None:
+    def _refuse(self, refused: Refused) -> None:
         opened = refused.opened
         answer = Answer(request_id=refused.request_id, error=refused.error.to_dict())
         tenant = opened.delivery.tenant
@@ -570,28 +515,3 @@ class InferenceConsumer:
             if old:
                 with contextlib.suppress(CodedError):
                     self._channel.renew(old)
-
-
-def _late(item: _Item) -> DeadlineError:
-    return DeadlineError(
-        f"the deadline passed before a batch had room; the timeout is {item.request.timeout_s:g} s",
-        request_id=item.request.request_id,
-    )
-
-
-def _joined(parts: list[Prediction]) -> Prediction:
-    if len(parts) == 1:
-        return parts[0]
-    keys = [part.features_key for part in parts if part.features_key is not None]
-    arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ARRAYS
-        if getattr(parts[0], name) is not None
-    }
-    return replace(parts[0], features_key=",".join(keys) or None, **arrays)
-
-
-def _answer_to(item: _Item, outcome: Outcome) -> Answer:
-    if isinstance(outcome, Prediction):
-        return Answer(request_id=item.request.request_id, prediction=outcome)
-    return Answer(request_id=item.request.request_id, error=outcome.to_dict())

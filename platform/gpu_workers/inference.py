@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from vla_platform.datasets.frames import resize
+from vla_platform.envs.base import matching_cameras
 from vla_platform.errors import DataError, PlatformError, UnsupportedError
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.canonical import Row
@@ -28,7 +29,6 @@ from vla_platform.gpu_workers.sessions import SessionWindows
 from vla_platform.inference.protocol import Prediction, PredictRequest, split_row
 from vla_storage.errors import CodedError
 
-CAMERA_PREFIX = "observation.images."
 Pixels = npt.NDArray[np.uint8]
 SaveFeatures = Callable[[str, str, dict[str, npt.NDArray[Any]]], None]
 """`save(tenant, key, columns)`: puts rows' features into the payload store."""
@@ -102,7 +102,7 @@ class InferenceModelService:
         self.backbone = backbone
         self.versions = versions
         self.encoder = FeatureEncoder(backbone, share_length=share_length)
-        self.decoder = Decoder()
+        self.decoder = Decoder(device=backbone.device.type)
         self.sessions = sessions or SessionWindows()
         self._save_features = save_features
 
@@ -170,7 +170,8 @@ class InferenceModelService:
         mounted: MountedModule,
     ) -> PreparedRequest:
         module, schema = mounted.module, mounted.module.schema
-        cameras = _cameras(request, mounted)
+        given = [name for name, _, _ in request.row.cameras]
+        cameras = matching_cameras(schema.cameras, given)
         _check(request, mounted, saves=self._save_features is not None)
         rows: list[Row] = []
         states: list[npt.NDArray[np.float32] | None] = []
@@ -250,29 +251,6 @@ def row_seed(request: PredictRequest, row: int) -> int:
     source = request.seed if request.seed is not None or not request.sample else request.request_id
     text = f"{source or 0} {row}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def _cameras(request: PredictRequest, mounted: MountedModule) -> list[str]:
-    """The observation's names of the schema's cameras, in the schema's order.
-
-    A schema names a dataset's feature (`observation.images.top`), an environment its camera
-    (`top`): both are taken.
-    """
-    given = {name for name, _, _ in request.row.cameras}
-    wanted = mounted.module.schema.cameras
-    found = [
-        next((name for name in (key, key.removeprefix(CAMERA_PREFIX)) if name in given), None)
-        for key in wanted
-    ]
-    missing = [key for key, name in zip(wanted, found, strict=True) if name is None]
-    if missing:
-        raise DataError(
-            f"{mounted.policy_key} looks through {', '.join(wanted)}; "
-            f"the observation has {', '.join(sorted(given))} and lacks {', '.join(missing)}",
-            column=missing[0],
-            policy_key=mounted.policy_key,
-        )
-    return [name for name in found if name is not None]
 
 
 def _check(request: PredictRequest, mounted: MountedModule, *, saves: bool) -> None:

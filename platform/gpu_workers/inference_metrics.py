@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vla_platform.gpu_workers.consumer import BatchReport
+from vla_platform.gpu_workers.items import BatchReport
 from vla_platform.metrics.events import Event
 
 WORKLOAD = "inference"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -27,10 +28,13 @@ import numpy.typing as npt
 from vla_platform.errors import PixelsLostError, PixelsUnreachableError
 
 SHARED_MEMORY = Path("/dev/shm")
+_log = logging.getLogger(__name__)
 _PREFIX = "vla-infer-"
 _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 _ALIGNMENT = 4096
 """Of slots; the page before a slot holds its generation, the first one also the stride."""
+ARENA_BYTES = 48 << 20
+SMALLEST_SLOT = 64 << 10
 MAX_SIZES = 16
 MAX_BUFFER_BYTES = 32 << 20  # kept of each size
 
@@ -94,6 +98,43 @@ class Arena:
 
     def _mark(self, start: int, generation: int) -> None:
         self._map[start : start + 8] = generation.to_bytes(8, "little")
+
+
+class Arenas:
+    """A client's arenas, one per size of slot, made when first needed. `put` belongs to one
+    thread. Where there is no shared memory, nothing is ever put."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._by_size: dict[int, Arena] = {}
+
+    def put(self, parts: list[npt.NDArray[np.uint8]]) -> tuple[Arena, int, int] | None:
+        """Arena, slot and generation; None where there is no room now."""
+        arena = self._fitting(sum(part.size for part in parts)) if self._enabled else None
+        slot = None if arena is None else arena.take()
+        if arena is None or slot is None:
+            return None
+        return arena, slot, arena.write(slot, parts)
+
+    def close(self) -> None:
+        for arena in self._by_size.values():
+            arena.close()
+
+    def _fitting(self, size_bytes: int) -> Arena | None:
+        slot_bytes = max(SMALLEST_SLOT, 1 << (size_bytes - 1).bit_length())
+        if slot_bytes // 4 * 3 >= size_bytes:
+            slot_bytes = slot_bytes // 4 * 3
+        found = self._by_size.get(slot_bytes)
+        if found is None:
+            num_slots = max(8, min(256, ARENA_BYTES // slot_bytes))
+            try:
+                found = self._by_size[slot_bytes] = Arena(
+                    slot_bytes=slot_bytes, num_slots=num_slots
+                )
+            except OSError as error:
+                _log.warning("action=no_shared_memory reason=%s", error)
+                self._enabled = False
+        return found
 
 
 class ArenaReader:

@@ -108,11 +108,12 @@ class PredictRequest:
         return self.num_rows * frames * self.row.size_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        defaults = _REQUEST_DEFAULTS
-        raw = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        """The wire form; what has its default is left out."""
+        raw = {k: v for k, v in self.__dict__.items() if _REQUEST_DEFAULTS.get(k, _UNSET) != v}
         raw["row"] = [self.row.cameras, self.row.state_dim]
-        raw["session"] = None if self.session is None else asdict(self.session)
-        return {k: v for k, v in raw.items() if k not in defaults or defaults[k] != v}
+        if self.session is not None:
+            raw["session"] = asdict(self.session)
+        return raw
 
     @classmethod
     def from_dict(cls, raw: Any) -> PredictRequest:
@@ -164,6 +165,7 @@ def request_id_of(raw: Any) -> str:
     return str(name)[:64]
 
 
+_UNSET = object()
 _REQUEST_DEFAULTS = {
     name: entry.default
     for name, entry in PredictRequest.__dataclass_fields__.items()
@@ -231,14 +233,15 @@ def unpack(frame: Bytes) -> tuple[dict[str, Any], memoryview]:
 
 
 def pack_requests(
-    client: str, arena: str | None, requests: Sequence[PredictRequest], parts: Sequence[Bytes] = ()
+    client: str, arena: str | None, requests: Sequence[dict[str, Any]], parts: Sequence[Bytes] = ()
 ) -> bytes:
+    """A frame of requests in their wire form (`PredictRequest.to_dict`)."""
     return pack(
         {
             "v": PROTOCOL_VERSION,
             "client": client,
             "arena": arena,
-            "requests": [request.to_dict() for request in requests],
+            "requests": requests,
         },
         parts,
     )

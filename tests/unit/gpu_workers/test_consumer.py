@@ -25,9 +25,10 @@ from vla_platform.errors import (
     QueueFullError,
     UnavailableError,
 )
-from vla_platform.gpu_workers.consumer import BatchReport, InferenceConsumer
+from vla_platform.gpu_workers.consumer import InferenceConsumer
 from vla_platform.gpu_workers.group_batching import GroupBatching
 from vla_platform.gpu_workers.inference import Outcome, RunCost, RunPart
+from vla_platform.gpu_workers.items import BatchReport
 from vla_platform.gpu_workers.sessions import SessionWindows
 from vla_platform.inference.arena import ArenaReader
 from vla_platform.inference.channel.memory import MemoryBroker, MemoryChannel, MemorySender
@@ -349,6 +350,25 @@ def test_a_hung_forward_ends_the_process(bench: Bench):
     bench.start(watchdog_s=0.1, on_hang=hung.set)
     bench.proxy.submit(observation(1), tenant="a", policy="reach")
     assert hung.wait(20)
+
+
+def test_a_worker_that_loses_a_thread_ends(bench: Bench):
+    """PF-03: never alive and deaf."""
+
+    class Broken(MemoryChannel):
+        def receive(self, *, max_entries: int, timeout_s: float) -> list[Any]:
+            raise RuntimeError("a bug")
+
+    ended = threading.Event()
+    consumer = InferenceConsumer(
+        Broken(bench.broker, "base"),
+        bench.engine,
+        GroupBatching(max_samples=4, max_wait_s=0.005),
+        on_hang=ended.set,
+    )
+    consumer.start()
+    assert ended.wait(20)
+    consumer.stop(grace_s=1.0)
 
 
 def test_rubbish_on_the_stream_is_buried_and_serving_goes_on(bench: Bench):

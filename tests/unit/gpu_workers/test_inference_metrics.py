@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from vla_platform.gpu_workers.consumer import BatchReport
 from vla_platform.gpu_workers.inference_metrics import TASK_NAME, InferenceMetrics
+from vla_platform.gpu_workers.items import BatchReport
 from vla_platform.metrics.events import Event
 
 

@@ -52,7 +52,7 @@ def test_a_request_survives_the_way(version, tasks, seed, sample, session):
         sample=sample,
         session=session,
     )
-    frame = unpack_requests(pack_requests(CLIENT, "arena", [sent], [b"pixels"]))
+    frame = unpack_requests(pack_requests(CLIENT, "arena", [sent.to_dict()], [b"pixels"]))
     assert (frame.client, frame.arena, bytes(frame.body)) == (CLIENT, "arena", b"pixels")
     assert [sent] == [PredictRequest.from_dict(raw) for raw in frame.requests]
 
