@@ -22,4 +22,4 @@ def make(name: str, options: TabletopOptions) -> Environment:
         given["max_steps"] = options.max_steps
     if name == "push":
         return TabletopPush(**given)
-    return Tabletop(gripper=options.gripper, **given)
+    return Tabletop(gripper=options.gripper, dense=options.reward == "dense", **given)

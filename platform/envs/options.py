@@ -26,6 +26,9 @@ class TabletopOptions(Spec):
     max_steps: MaxSteps | None = None
     sentences: tuple[Sentence, ...] = Field((), max_length=64)
     render: bool = True
+    reward: Literal["sparse", "dense"] = Field(
+        "sparse", description="reach only: dense adds the way gained towards the block"
+    )
 
 
 class ManiSkillOptions(Spec):
