@@ -115,5 +115,5 @@ def test_the_motion_planner_makes_demonstrations(
     run_vla(repository, "demos", "maniskill/PickCube-v1", "--episodes", "2", "--planner",
             "--out", str(tmp_path / "d"), "--options", options)  # fmt: skip
     dataset = open_dataset(tmp_path / "d")
-    assert dataset.num_episodes == 2
+    assert len(dataset.episodes) == 2
     assert dataset.feature("action").shape == (8,)
