@@ -108,7 +108,7 @@ def hosted(num: int, isolation: str) -> Iterator[Advance]:
     chunk = np.zeros((1, ACTION_DIM), np.float32)
 
     def advance() -> None:
-        outcomes = host.call(host.batch_step("a", [(name, chunk) for name in names])).result()
+        outcomes = host.step_now("a", [(name, chunk) for name in names])  # as rollouts do
         assert all(not isinstance(outcome, Exception) for outcome in outcomes), outcomes
 
     yield advance
