@@ -48,6 +48,29 @@ def train(*, job_id: str, tenant: str, partition_id: str, base_model: str) -> No
     )
 
 
+def rollout(
+    config: Mapping[str, Any], *, job_id: str, num_envs: int, horizon: int, version: int | None,
+    policy: str, workload: str, host_id: str | None = None,
+) -> None:  # fmt: skip
+    """To one host (`HostTable.assign`), or to whichever of the harness is free.
+
+    `config` is a `RolloutConfig` as a dict.
+    """
+    current_app.send_task(
+        "rollout.rollout",
+        kwargs={
+            "config": dict(config),
+            "job_id": job_id,
+            "num_envs": num_envs,
+            "horizon": horizon,
+            "version": version,
+            "policy": policy,
+            "workload": workload,
+        },
+        queue=queue(rollout_queue(str(config["env_id"]).partition("/")[0], host_id)),
+    )
+
+
 def evaluate(*, suite_name: str, **arguments: Any) -> None:
     """`arguments` are those of the task `evaluation.evaluate`."""
     current_app.send_task(

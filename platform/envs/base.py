@@ -163,8 +163,9 @@ def check_chunk(
     if not finite.all():
         first = int(np.argmin(finite.all(axis=1)))
         raise DataError("the action is not finite", frame=frame + first, column="action")
-    executed = np.clip(actions, info.action_low, info.action_high)
-    return executed, (executed != actions).any(axis=1)
+    executed = np.minimum(np.maximum(actions, info.action_low), info.action_high)
+    changed = executed != actions
+    return executed, changed.any(axis=1) if changed.any() else np.zeros(len(actions), np.bool_)
 
 
 def _refused(actions: object, info: EnvironmentInfo, frame: int) -> DataError:

@@ -17,7 +17,7 @@ from vla_platform.envs.base import EnvironmentInfo, Observation, Step
 from vla_platform.envs.failures import printable
 
 MAX_REWARD = 1e9
-MAX_TASK_BYTES = 4096
+MAX_TASK = 1024
 MAX_INFO = 64
 
 Plain = bool | int | float | str
@@ -30,9 +30,9 @@ def check_observation(seen: object, info: EnvironmentInfo, *, images: bool) -> O
     """
     if not isinstance(seen, Observation):
         raise ValueError(f"an observation is a {type(seen).__name__}")
-    if not isinstance(seen.task, str) or len(seen.task.encode()) > MAX_TASK_BYTES:
-        raise ValueError(f"the task is no text of at most {MAX_TASK_BYTES} bytes")
-    if set(seen.images) != set(info.cameras) and (images or seen.images):
+    if not isinstance(seen.task, str) or len(seen.task) > MAX_TASK:
+        raise ValueError(f"the task is no text of at most {MAX_TASK} characters")
+    if seen.images.keys() != info.cameras.keys() and (images or seen.images):
         raise ValueError(f"cameras {sorted(seen.images)} in place of {sorted(info.cameras)}")
     return Observation(
         images={name: _picture(name, seen.images[name], info) for name in seen.images},

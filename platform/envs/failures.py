@@ -29,6 +29,8 @@ class Failure(StrEnum):
 def printable(text: object) -> str:
     """Text of a simulator, fit for a log line: bounded, no control characters (B75)."""
     shown = str(text)[:MAX_SHOWN]
+    if shown.isprintable():
+        return shown
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown
     )

@@ -71,8 +71,7 @@ class SessionGroup:
     ) -> list[Outcome | CodedError]:
         """Execute one chunk in each of these sessions. Shapes: (n, A)."""
         steps = [(self._ids[number], chunk) for number, chunk in zip(numbers, chunks, strict=True)]
-        work = self._host.batch_step(self._tenant, steps, every_frame=every_frame)
-        return self._host.call(work).result()
+        return self._host.step_now(self._tenant, steps, every_frame=every_frame)
 
     def close(self) -> None:
         for session in self._ids:

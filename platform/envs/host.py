@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vla_platform.envs.base import EnvironmentInfo, Observation
-from vla_platform.envs.batches import Batch
+from vla_platform.envs.batches import Batch, BlockingBatch
 from vla_platform.envs.failures import Failure
 from vla_platform.envs.harnesses import check_request
 from vla_platform.envs.processes import ChildProcess, ProcessRunner, resident_bytes
@@ -208,6 +208,24 @@ class EnvironmentHost:
         outcomes: list[Outcome | CodedError] = await self._run_calls(calls)
         return outcomes
 
+    def step_now(
+        self, tenant: str, steps: Sequence[tuple[str, Actions]], *, every_frame: bool = False
+    ) -> list[Outcome | CodedError]:
+        """`batch_step` for the thread that calls it, without the way through the loop.
+
+        For sessions that nobody else calls meanwhile; not from the loop's own thread.
+        """
+        arguments = {"every_frame": every_frame}
+        calls = [
+            _Asked(self._of(tenant, session), Op.STEP, {"actions": actions, **arguments})
+            for session, actions in steps
+        ]
+        ready = [call for call in calls if call.session.broken is None]
+        batch = BlockingBatch(len(ready))
+        self._submit(ready, batch)
+        batch.wait(self.limits.step_s)
+        return self._settled(calls, ready, batch)
+
     async def snapshot(self, tenant: str, session: str) -> bytes:
         taken: bytes = await self._one(tenant, session, Op.SNAPSHOT, {})
         return taken
@@ -265,27 +283,36 @@ class EnvironmentHost:
         for _, one in locks:
             await one.busy.acquire()
         try:
-            now = time.monotonic()
             ready = [call for call in calls if call.session.broken is None]
             batch = Batch(self._loop, len(ready))
-            calls_of: dict[type[Runner], list[tuple[Any, Call]]] = {}
-            for at, call in enumerate(ready):
-                one = call.session
-                one.last_used = now
-                made = Call(call.op, call.arguments, batch.callback(at))
-                calls_of.setdefault(type(one.runner), []).append((one.runner, made))
-            for kind, made_calls in calls_of.items():
-                kind.submit_all(made_calls)
+            self._submit(ready, batch)
             await batch.wait(max(self._deadline_s(call.op) for call in calls))
-            settled = iter(batch.results)
-            return [
-                self._settle(call, *next(settled)) if call.session.broken is None
-                else _broken(call.session)
-                for call in calls
-            ]  # fmt: skip
+            return self._settled(calls, ready, batch)
         finally:
             for _, one in locks:
                 one.busy.release()
+
+    def _submit(self, ready: Sequence[_Asked], batch: Batch | BlockingBatch) -> None:
+        """Hand calls to the runners of their sessions."""
+        now = time.monotonic()
+        calls_of: dict[type[Runner], list[tuple[Any, Call]]] = {}
+        for at, call in enumerate(ready):
+            one = call.session
+            one.last_used = now
+            made = Call(call.op, call.arguments, batch.callback(at))
+            calls_of.setdefault(type(one.runner), []).append((one.runner, made))
+        for kind, made_calls in calls_of.items():
+            kind.submit_all(made_calls)
+
+    def _settled(
+        self, calls: Sequence[_Asked], ready: Sequence[_Asked], batch: Batch | BlockingBatch
+    ) -> list[Any]:
+        """What each call led to, in order; one of a broken session gets its last failure."""
+        found = {
+            call.session.id: self._settle(call, *result)
+            for call, result in zip(ready, batch.results, strict=True)
+        }
+        return [found.get(call.session.id, call.session.broken) for call in calls]
 
     def _settle(self, call: _Asked, result: Any, error: BaseException | None) -> Any:
         one = call.session
@@ -396,8 +423,3 @@ class EnvironmentHost:
             if (child.worn and child not in used) or not child.alive:
                 child.kill()
                 self._shared.remove(child)
-
-
-def _broken(one: _Hosted) -> CodedError:
-    assert one.broken is not None
-    return one.broken

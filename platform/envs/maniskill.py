@@ -51,14 +51,16 @@ class ManiSkillEnvironment(Environment):
     """Observations: with pictures the state is joint positions and, where the robot has a tool
     centre point, its pose (position in metres, quaternion wxyz); without, the task's full state.
 
-    Equal seeds and actions give bit-equal trajectories. A restored snapshot goes on within 1e-3,
-    not bit-equal: controllers keep targets of their own. The bounds of `pd_joint_pos` are the
-    limits of the joints in radians.
+    Equal seeds and actions give bit-equal trajectories with the option `repeatable`; without it, up
+    to the first contact: the physics engine keeps traces of the episode before. A restored snapshot
+    goes on within 1e-3, because controllers keep targets of their own. The bounds of `pd_joint_pos`
+    are the limits of the joints in radians.
     """
 
     def __init__(self, name: str, options: ManiSkillOptions) -> None:
         self._name = name
         self._pictures = options.observations == "rgb"
+        self._repeatable = options.repeatable
         # Without gymnasium's wrappers: the session checks calls, and this class counts steps.
         self._env: Any = _make(name, options).unwrapped
         space = self._env.single_action_space
@@ -85,6 +87,7 @@ class ManiSkillEnvironment(Environment):
             fps=float(self._env.control_freq),
             max_steps=self._max_steps,
             robot_type=str(getattr(self._env.agent, "uid", "maniskill")),
+            deterministic=options.repeatable,
             can_snapshot=True,
         )
 
@@ -99,7 +102,9 @@ class ManiSkillEnvironment(Environment):
 
     def reset(self, seed: int, options: Mapping[str, Any] | None = None) -> Observation:
         init_state_of(options, 0)
-        seen, info = self._env.reset(seed=seed)
+        seen, info = self._env.reset(
+            seed=seed, options={"reconfigure": True} if self._repeatable else None
+        )
         self._steps = 0
         self._solved = bool(_plain(info.get("success", False)))
         return self._observe(seen, render=True)

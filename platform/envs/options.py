@@ -49,6 +49,9 @@ class ManiSkillOptions(Spec):
     image_size: ImageSize = 128
     max_steps: MaxSteps | None = None
     backend: Literal["cpu", "gpu"] = "cpu"
+    repeatable: bool = Field(
+        False, description="build the scene anew at each reset (0.3 s): episodes repeat bit for bit"
+    )
 
 
 class LiberoOptions(Spec):

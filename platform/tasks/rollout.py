@@ -9,7 +9,7 @@ from celery import shared_task
 
 from vla_platform.control import rollouts
 from vla_platform.control.services import services
-from vla_platform.envs.rollout import RolloutReport, rollout
+from vla_platform.envs.rollout import RolloutConfig, RolloutReport, rollout
 from vla_platform.metrics.events import Event
 
 
@@ -60,3 +60,42 @@ def play(asked: rollouts.Rollout, on_progress: Callable[[int, int], None]) -> Ro
         emit=emit,
         on_progress=on_progress,
     )
+
+
+@shared_task(name="rollout.rollout", ignore_result=False)
+def run(
+    config: dict[str, Any],
+    job_id: str,
+    num_envs: int,
+    horizon: int,
+    version: int | None,
+    policy: str,
+    workload: str,
+) -> dict[str, Any]:
+    """One training job's rollout; returns the report of `vla_platform.envs.rollout`."""
+    from vla_platform.envs.worker import host, policy_for
+
+    asked = RolloutConfig.from_dict(config)
+    found = services()
+
+    def emit(kind: str, values: dict[str, Any]) -> None:
+        found.emitter.emit(Event(tenant=asked.tenant, workload=workload, kind=kind, values=values))
+
+    def keep_video(name: str, film: bytes) -> str:
+        key = f"{asked.tenant}/workloads/{workload}/videos/{name}"
+        found.objects.put(key, film)
+        return key
+
+    report = rollout(
+        asked,
+        job_id,
+        num_envs,
+        horizon,
+        version,
+        host=host(),
+        policy=policy_for(policy, asked.tenant),
+        payloads=found.payloads,
+        keep_video=keep_video,
+        emit=emit,
+    )
+    return report.to_dict()

@@ -26,7 +26,7 @@ from vla_platform.envs.rollout import RolloutConfig
 from vla_platform.errors import QuotaError, SpecError
 from vla_platform.stack import operate
 from vla_platform.stack.roles import ROLES, environment_roles
-from vla_storage.payloads import RedisPayloadStore
+from vla_storage.payloads import ArenaTier, RedisPayloadStore
 
 HOST = "env-tabletop-1"
 
@@ -56,7 +56,9 @@ def app(stack: tuple[Path, Operator]) -> Iterator[Celery]:
 
 @pytest.fixture
 def payloads(stack: tuple[Path, Operator]) -> Iterator[RedisPayloadStore]:
-    store = RedisPayloadStore.from_url(stack[1].info.payload_url)
+    info = stack[1].info
+    local = [ArenaTier(info.arena)] if info.arena is not None else []
+    store = RedisPayloadStore([info.payload_url], local=local)
     yield store
     store.close()
 

@@ -170,7 +170,7 @@ def test_a_tenant_writes_its_own_stream_and_reads_its_own_answers_only(
             ("BLMPOP", 0.1, 1, replies_of("acme-2", CLIENT), "LEFT"),
             ("KEYS", "*"),
             ("FLUSHALL",),
-            ("GET", "acme:payload:x"),
+            ("GET", "acme-2:payload:x"),
         ):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 raw.execute_command(*command)

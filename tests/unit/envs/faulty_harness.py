@@ -75,7 +75,7 @@ class Faulty(Environment):
         if due and self._fails("hang"):
             time.sleep(3600)
         if due and self._fails("segv"):
-            os.kill(os.getpid(), signal.SIGSEGV)
+            signal.raise_signal(signal.SIGSEGV)
         if due and self._fails("arity"):
             return (1, 2, 3)
         truncated = self._steps >= options.length
