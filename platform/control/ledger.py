@@ -41,7 +41,7 @@ _OPERATIONS = (
     *("submit", "restore", "prepared", "admit", "pause", "resume"),
     *("checkpointed", "publish_version", "finish", "fail", "cancel"),
     *("reserve", "mark", "lease_stage", "renew", "drop", "complete", "release"),
-    *("lease_group", "heartbeat", "leave", "rewind", "expire", "pending", "review"),
+    *("lease_group", "heartbeat", "leave", "rewind", "fall_back", "expire", "pending", "review"),
 )
 TEST_CLOCK_KEY = "vla:test:clock"
 
@@ -259,6 +259,10 @@ class Ledger:
         force = int(samples_lost)
         return bool(self._call("rewind", job.workload, job.slot_fence, position, step, force))
 
+    def fall_back(self, workload: str) -> bool:
+        """True: steps that died with their worker were taken back; they are redone."""
+        return bool(self._call("fall_back", workload))
+
     def wait_for_ready(self, base_model: str, *, timeout_s: float) -> bool:
         """Block until a job of the base model becomes ready; False after `timeout_s`."""
         return self._wait(f"vla:wake:{base_model}", timeout_s)
@@ -353,10 +357,12 @@ class Ledger:
         self._call("expire")
         waiting = json.loads(self._call("pending"))
         produce: list[str] = []
+        stranded: list[str] = []
         cursor = "0"
         while True:
             part = json.loads(self._call("review", cursor))
             produce.extend(part.get("produce", ()))
+            stranded.extend(part.get("stranded", ()))
             cursor = str(part["cursor"])
             if cursor == "0":
                 break
@@ -367,6 +373,7 @@ class Ledger:
                 prepare=tuple(waiting.get("prepare", ())),
                 admit=tuple(waiting.get("admit", ())),
                 produce=tuple(produce),
+                stranded=tuple(stranded),
                 stages=tuple(
                     (stage, base)
                     for stage, base in stages

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 
+from vla_platform.control.ledger import Ledger
 from vla_platform.control.services import Services
+from vla_platform.control.states import is_terminal
 from vla_platform.errors import NotFoundError
 from vla_platform.specs import canonical_json
 from vla_storage.errors import ObjectExistsError
@@ -13,6 +15,17 @@ from vla_storage.errors import ObjectExistsError
 
 def outcome_key(tenant: str, run: str) -> str:
     return f"{tenant}/workloads/{run}/outcome.json"
+
+
+def finish_if_through(ledger: Ledger, run: str) -> bool:
+    """End a workload whose last position, or for RL whose last step, is durable."""
+    w = ledger.workload(run)
+    what = "step" if w.get("target") == "steps" else "position"
+    if int(w[f"durable_{what}"]) < int(w[f"total_{what}s"]):
+        return False
+    if not is_terminal(w["state"]):
+        ledger.finish(run)
+    return True
 
 
 def record_outcomes(services: Services) -> int:

@@ -7,13 +7,14 @@ import logging
 import redis
 
 from vla_platform.control import dispatch, production
-from vla_platform.control.outcomes import record_outcomes
+from vla_platform.control.outcomes import finish_if_through, record_outcomes
 from vla_platform.control.payload_access import restore_payload_access
 from vla_platform.control.recovery import recover_if_lost
 from vla_platform.control.services import Services
 from vla_platform.control.tenant_records import TENANTS_KEY
 from vla_platform.control.tenants import restore_acls
 from vla_platform.control.training_job import Due
+from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import StorageError
 
 COLLECT_S = 60.0
@@ -28,6 +29,8 @@ def reconcile(services: Services) -> Due:
         dispatch.prepare(services.ledger.workload(run)["tenant"], run)
     for run in due.admit:
         production.admit(services, services.ledger.workload(run)["tenant"], run)
+    for run in due.stranded:
+        settle_stranded(services, run)
     for run in due.produce:
         dispatch.produce(services.ledger.workload(run))
     for stage, base_model in due.stages:
@@ -45,6 +48,25 @@ def reconcile(services: Services) -> Due:
     clear_partitions(services)
     keep_payloads(services)
     return due
+
+
+def settle_stranded(services: Services, run: str) -> None:
+    """What is published counts, also where its worker died before it could say so; the rest is
+    redone."""
+    w = services.ledger.workload(run)
+    store = CheckpointStore(
+        objects=services.objects, tenant_id=w["tenant"], signing_key=services.signing_key
+    )
+    newest = store.latest(w["policy"], run)
+    if newest is not None and newest.step > int(w["durable_step"]):
+        services.ledger.checkpointed(
+            run, position=newest.position, checkpoint=newest.checkpoint_id, step=newest.step
+        )
+        services.ledger.publish_version(
+            w["policy_key"], newest.policy_version, base_model=w["base_model"]
+        )
+    services.ledger.fall_back(run)
+    finish_if_through(services.ledger, run)
 
 
 def clear_partitions(services: Services) -> int:

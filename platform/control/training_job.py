@@ -75,6 +75,7 @@ class Due:
     prepare: tuple[str, ...] = ()  # workloads
     admit: tuple[str, ...] = ()  # workloads
     produce: tuple[str, ...] = ()  # workloads
+    stranded: tuple[str, ...] = ()  # workloads with steps that their dead worker did not save
     stages: tuple[tuple[Stage, str], ...] = ()  # (stage, base model)
     train: tuple[str, ...] = ()  # base models
 

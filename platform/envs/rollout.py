@@ -369,6 +369,8 @@ class _Play:
         if prediction.value is not None:
             for at, (episode, _) in enumerate(unvalued):
                 episode.final_value = float(prediction.value[first + at])
+                if prediction.features is not None:
+                    episode.final_feature = prediction.features[first + at]
 
 
 def _shape(column: Any) -> tuple[int, ...]:

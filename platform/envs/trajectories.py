@@ -16,7 +16,7 @@ Columns, leading B, with C cameras, P = image size, H = chunk:
     terminated, truncated, success (B,) bool   how the episode ended with this decision
     value (B,), log_prob (B, H)                where the policy gives them
     latent (B, K, H, A)                        what was drawn, in normalised units
-    feature, ragged (L, D)                     of decisions, as the prediction computed it
+    feature, ragged (L, D)                     as the prediction computed it; empty where none did
     policy_version, episode, frame, env, group (B,) int64
 """
 
@@ -109,6 +109,7 @@ class Episode:
     decisions: list[Decision] = field(default_factory=list)
     final: Seen | None = None
     final_value: float | None = None
+    final_feature: npt.NDArray[Any] | None = None
     end: End = End.HORIZON
 
     @property
@@ -229,8 +230,10 @@ def _estimates(rows: Sequence[tuple[Episode, Decision | None]]) -> Columns:
         width = np.shape(decisions[0].feature)[1]  # type: ignore[arg-type]
         nothing = np.zeros((0, width), np.float32)
         columns["feature"] = [
-            one.feature if one is not None and one.feature is not None else nothing
-            for _, one in rows
+            feature if feature is not None else nothing
+            for feature in (
+                one.feature if one is not None else episode.final_feature for episode, one in rows
+            )
         ]
     return columns
 

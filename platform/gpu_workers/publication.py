@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 import torch
 
+from vla_platform.control.outcomes import finish_if_through
 from vla_platform.control.prepared import Prepared
 from vla_platform.control.services import Services
 from vla_platform.control.training_job import TrainingJob
@@ -110,16 +111,6 @@ class CheckpointPublisher:
         """Publish what is staged."""
         self._writer.close(timeout_s)
 
-    def finish_if_through(self, run: str, *, position: int, step: int) -> bool:
-        """End a workload whose last position, or for RL whose last step, is durable."""
-        w = self._services.ledger.workload(run)
-        by_steps = w.get("target") == "steps"
-        done, total = (step, w["total_steps"]) if by_steps else (position, w["total_positions"])
-        if done < int(total):
-            return False
-        self._services.ledger.finish(run)
-        return True
-
     def _still_ours(self, job: TrainingJob) -> None:
         """Right before a manifest: a cancelled run or a lost slot publishes nothing."""
         if not self._services.ledger.owns_slot(job):
@@ -162,5 +153,5 @@ class CheckpointPublisher:
             milestone_every=rules.milestone_every or 0,
             workload_id=run,
         )
-        if self.finish_if_through(run, position=manifest.position, step=manifest.step):
+        if finish_if_through(ledger, run):
             del self._rules[run]

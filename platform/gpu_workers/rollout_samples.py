@@ -24,6 +24,8 @@ Columns = Mapping[str, Any]
 
 TRAINING_COLUMNS = ("latent", "log_prob", "advantages", "trained", "state", "is_transition")
 OPTIONAL_COLUMNS = ("returns", "value", "feature", "actor_log_prob", "actor_value")
+ACTOR_COLUMNS = ("latent", "state", "is_transition", "next_row", "terminated", "feature")
+"""What the actor's forward reads, beside the fallback."""
 FALLBACK_COLUMNS = ("images", "frame_digest", "prompt", "state")
 """What the rows are encoded from where no features were kept."""
 

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vla_platform.control import dispatch
+from vla_platform.control.outcomes import finish_if_through
 from vla_platform.control.plan import Domain
 from vla_platform.control.prepared import Prepared, load_prepared
 from vla_platform.control.services import Services
@@ -28,6 +29,7 @@ from vla_platform.failpoints import Failpoint, reach
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
 from vla_platform.gpu_workers.rollout_samples import (
+    ACTOR_COLUMNS,
     FALLBACK_COLUMNS,
     OPTIONAL_COLUMNS,
     TRAINING_COLUMNS,
@@ -191,12 +193,16 @@ class TrainingRunner:
         self._mounted[job.policy_key].last_job = job
         return True
 
-    def _fetch_rollout(self, job: TrainingJob) -> dict[str, Any]:
-        """The columns that an update reads: not the pixels, where features were kept."""
+    def _fetch_rollout(
+        self,
+        job: TrainingJob,
+        columns: tuple[str, ...] = (*TRAINING_COLUMNS, *OPTIONAL_COLUMNS),
+    ) -> dict[str, Any]:
+        """The columns that are asked for: not the pixels, where features were kept."""
         try:
             there = set(self._services.payloads.metadata(job.partition_id, job.tenant_id))
             fallback = () if "feature" in there else FALLBACK_COLUMNS
-            wanted = there & {*TRAINING_COLUMNS, *OPTIONAL_COLUMNS, *fallback}
+            wanted = there & {*columns, *fallback}
             return dict(
                 self._services.payloads.get(job.partition_id, job.tenant_id, sorted(wanted))
             )
@@ -234,7 +240,7 @@ class TrainingRunner:
     def _forward_actor(self, job: TrainingJob) -> None:
         ledger = self._services.ledger
         try:
-            columns = self._fetch_rollout(job)
+            columns = self._fetch_rollout(job, ACTOR_COLUMNS)
             with self._turns.training():
                 found = self._service.actor_forward(self._actor(job), columns)
             self._services.payloads.put(
@@ -307,7 +313,7 @@ class TrainingRunner:
         _log.info("action=slot_mounted policy=%s step=%d", job.policy_key, step)
         rewound = self._services.ledger.rewind(job, position=position, step=step)
         if rewound:
-            self._publisher.finish_if_through(job.workload, position=position, step=step)
+            finish_if_through(self._services.ledger, job.workload)
         return rewound
 
     def _config(self, job: TrainingJob, spec: WorkloadSpec, prepared: Prepared) -> SlotConfig:

@@ -208,20 +208,32 @@ class TrainingModelService:
 
     @torch.no_grad()
     def actor_forward(self, slot: Slot, columns: Mapping[str, Any]) -> Arrays:
-        """What an actor says of a rollout: `actor_log_prob` (R, H), `actor_value` (R,)."""
+        """What an actor says of a rollout: `actor_log_prob` (R, H), `actor_value` (R,).
+
+        Rows without a feature ended an episode for good: their value is 0.
+        """
         module = slot.module.eval()
-        rows = np.arange(len(columns["is_transition"]))
+        num_rows = len(columns["is_transition"])
+        rows = np.arange(num_rows)
+        if "feature" in columns:
+            rows = np.flatnonzero([len(feature) > 0 for feature in columns["feature"]])
         features, _ = encode_rows(columns, module, self.encoder, rows)
         device = self.backbone.device
         state = None
         if reads_state(module.schema):
-            state = torch.tensor(np.asarray(columns["state"]), dtype=torch.float32, device=device)
-        latent = torch.tensor(np.asarray(columns["latent"]), dtype=torch.float32, device=device)
+            chosen = np.asarray(columns["state"])[rows]
+            state = torch.tensor(chosen, dtype=torch.float32, device=device)
+        latent = torch.tensor(
+            np.asarray(columns["latent"])[rows], dtype=torch.float32, device=device
+        )
         judged = module.evaluate(stack_features(features, module.feature_kind), state, latent)
-        return {
-            "actor_log_prob": judged.log_prob.cpu().numpy(),
-            "actor_value": judged.value.cpu().numpy(),
-        }
+        log_prob = np.zeros((num_rows, slot.config.schema.chunk), np.float32)
+        value = np.zeros(num_rows, np.float32)
+        log_prob[rows], value[rows] = judged.log_prob.cpu().numpy(), judged.value.cpu().numpy()
+        # Termination has no future, whatever the value head makes of what was seen last.
+        ended = np.asarray(columns["next_row"])[np.asarray(columns["terminated"], np.bool_)]
+        value[ended] = 0.0
+        return {"actor_log_prob": log_prob, "actor_value": value}
 
     def train_batch(
         self, policy_key: str, columns: Columns, *, num_microbatches: int = 1

@@ -121,6 +121,23 @@ local function rewind(_, args)
   return 1
 end
 
+-- What a worker did and did not save before it died, with no ready job that would let another restore
+-- the slot: steps that nobody will make durable.
+local function is_stranded(w)
+  if redis.call('HEXISTS', 'vla:policy:' .. w.policy_key, 'slot_owner') == 1 then return false end
+  if w.target == 'steps' then return tonumber(w.step) > tonumber(w.durable_step) end
+  return through(w, tonumber(w.position), tonumber(w.step))
+    and not through(w, tonumber(w.durable_position), tonumber(w.durable_step))
+end
+
+-- fall_back(workload): a stranded workload goes back to what is durable. Returns 1 where it did.
+local function fall_back(_, args)
+  local w = hash('vla:w:' .. args[1])
+  if (w.state ~= 'running' and w.state ~= 'paused') or not is_stranded(w) then return 0 end
+  go_back(args[1], w, tonumber(w.durable_position), tonumber(w.durable_step))
+  return 1
+end
+
 -- expire(): leases that nobody renewed return to where they can be leased again.
 local function expire(_, _)
   local at, count = now_ms(), 0
@@ -165,11 +182,10 @@ local function pending(_, _)
     admit = #due.admit > 0 and due.admit or nil})
 end
 
--- review(cursor): a part of the running workloads: ends those over their time, sends back those whose
--- worker died between the last step and its checkpoint, and names those with room and no producer.
--- Returns {cursor, produce = [...]}.
+-- review(cursor): a part of the running workloads: ends those over their time, and names those with
+-- room and no producer, and those that are stranded. Returns {cursor, produce, stranded}.
 local function review(_, args)
-  local at, produce = now_ms(), {}
+  local at, produce, stranded = now_ms(), {}, {}
   local scan = redis.call('SSCAN', 'vla:running', args[1], 'COUNT', 256)
   for _, id in ipairs(scan[2]) do
     local key = 'vla:w:' .. id
@@ -181,12 +197,7 @@ local function review(_, args)
       end_workload(id, w, 'failed', cjson.encode({code = 'time_limit', message =
         'limits.max_seconds: the run took longer than ' .. w.max_seconds .. ' s'}))
     else
-      local owned = redis.call('HEXISTS', 'vla:policy:' .. w.policy_key, 'slot_owner') == 1
-      if not owned and through(w, tonumber(w.position), tonumber(w.step))
-          and not through(w, tonumber(w.durable_position), tonumber(w.durable_step)) then
-        go_back(id, w, tonumber(w.durable_position), tonumber(w.durable_step))
-        w = hash(key)
-      end
+      if is_stranded(w) then stranded[#stranded + 1] = id end
       local jobs = redis.call('ZCARD', key .. ':jobs')
       local left
       if w.target == 'steps' then
@@ -201,5 +212,6 @@ local function review(_, args)
       end
     end
   end
-  return cjson.encode({cursor = scan[1], produce = #produce > 0 and produce or nil})
+  return cjson.encode({cursor = scan[1], produce = #produce > 0 and produce or nil,
+    stranded = #stranded > 0 and stranded or nil})
 end

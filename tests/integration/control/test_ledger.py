@@ -238,6 +238,9 @@ def test_a_death_between_last_step_and_checkpoint_is_redone(ledger: Ledger):
     (job,) = lease(ledger, "w1", lease_s=EXPIRED_S)
     step(ledger, job)
     passed()
+    assert ledger.due().stranded == ("r",)
+    assert ledger.fall_back("r") is True
+    assert ledger.fall_back("r") is False
     assert ledger.due().produce == ("r",)
     assert ledger.workload("r")["position"] == "0"
     assert ledger.steps("r") == {}
@@ -358,7 +361,8 @@ def test_no_job_is_lost_and_none_counts_twice(ledger: Ledger, events: list[str])
         if ledger.workload("r")["state"] != "running":
             break
         if event == "due":
-            ledger.due()
+            for run in ledger.due().stranded:
+                ledger.fall_back(run)
         elif event in ("produce", "silent"):
             job = ledger.reserve("r", lease_s=LONG_S if event == "produce" else EXPIRED_S)
             if event == "silent":

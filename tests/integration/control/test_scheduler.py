@@ -337,3 +337,37 @@ def test_a_restored_run_goes_on_and_refuses_every_write_from_before(ledger: Ledg
     assert leased.slot_fence > old.slot_fence
     complete(ledger, leased, step=4)
     assert ledger.client.hget("vla:policy:a/s", "policy_version") == "4"
+
+
+def test_an_rl_step_that_nobody_saved_is_taken_back_once_its_worker_is_gone(ledger: Ledger):
+    start(ledger, "r", max_in_flight=1)
+    make_ready(ledger, "r")
+    (job,) = lease(ledger)
+    ledger.complete(job, step=1, result={}, cost_s=1.0, samples=8)
+    assert reserve(ledger, "r") == "in-flight limit"  # nothing is published that could act
+    assert ledger.due().stranded == ()
+    wait(ledger, LEASE_S + 1)
+    assert ledger.due().stranded == ("r",)
+    assert ledger.fall_back("r") is True
+    assert ledger.steps("r") == {}
+    again = taken(reserve(ledger, "r"))
+    assert (again.position, again.behavior_policy_version) == (0, 0)
+    assert again.job_id != job.job_id
+
+
+def test_dropped_positions_are_no_reason_to_go_back(ledger: Ledger):
+    start(ledger, "r")
+    ledger.drop(taken(reserve(ledger, "r")), DropReason.ZERO_ADVANTAGE)
+    make_ready(ledger, "r")
+    (job,) = lease(ledger)
+    assert (job.position, job.mount) == (1, True)
+    assert ledger.rewind(job, position=0, step=0) is False
+    complete(ledger, job, step=1)
+
+
+def test_rollouts_that_teach_nothing_come_to_an_end(ledger: Ledger):
+    start(ledger, "r", max_dropped=2)
+    for _ in range(2):
+        ledger.drop(taken(reserve(ledger, "r")), DropReason.ZERO_ADVANTAGE)
+    assert ledger.workload("r")["state"] == "failed"
+    assert "2 rollouts in a row taught nothing" in ledger.workload("r")["reason"]

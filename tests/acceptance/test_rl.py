@@ -1,0 +1,213 @@
+"""Reinforcement learning as a closed loop: real processes, real environments, several tenants.
+
+The random base model: what must hold here are versions, counts and equality, not success.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from vla_platform.cli.tenants import Operator, operator
+from vla_platform.client import Platform, Run
+from vla_platform.datasets.recording import make_demonstrations
+from vla_platform.envs.tabletop import Tabletop
+from vla_platform.errors import SpecError, WorkloadFailedError
+from vla_platform.stack import operate
+from vla_platform.stack.roles import ROLES, environment_roles
+from vla_storage.checkpoints import CheckpointStore
+from vla_storage.errors import CheckpointNotFoundError
+
+UPDATES = 4
+TIMEOUT_S = 180
+Stack = tuple[Path, Operator, dict[str, Platform]]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("rl")
+    make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=6, seed=0)
+    var = folder / "var"
+    roles = (*ROLES, *environment_roles(1, {"tabletop": 1.0}, var))
+    environment = {**os.environ, "VLA_BASE_MODELS": "tiny=tiny-random"}
+    try:
+        operate.up(
+            var, environment=environment, dataset_roots=str(folder / "data"), roles=roles,
+            timeout_s=180,
+        )  # fmt: skip
+        with operator(var) as admin:
+            platforms = {name: Platform(admin.add(name)) for name in ("a", "b")}
+            yield var, admin, platforms
+            for platform in platforms.values():
+                platform.close()
+    finally:
+        operate.down(var)
+
+
+@pytest.fixture(scope="module")
+def tuned(stack: Stack) -> dict[str, str]:
+    """A fine-tuned checkpoint of each tenant; `b` has the flow-matching module."""
+    _, _, platforms = stack
+    flow = {"kind": "flow_matching", "chunk": 4, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}
+    runs = {
+        name: platforms[name].submit(
+            {
+                "kind": "sft",
+                "policy": "reach",
+                "dataset": {"path": "reach", "heldout_samples": 4},
+                "steps": 10,
+                "batch_size": 4,
+                "action_module": module,
+            }
+        )
+        for name, module in (("a", {"kind": "oft", "chunk": 4}), ("b", flow))
+    }
+    return {name: str(run.result(TIMEOUT_S).checkpoint) for name, run in runs.items()}
+
+
+def spec(policy: str, init_from: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "kind": "rl",
+        "policy": policy,
+        "init_from": init_from,
+        "environment": {"id": "tabletop/reach", "options": {"max_steps": 16, "reward": "dense"}},
+        "rollout": {"num_envs": 4, "horizon": 4},
+        "algorithm": {"kind": "ppo", "epochs": 2, "minibatches": 2},
+        "updates": UPDATES,
+        "limits": {"max_in_flight": 1},
+        **changes,
+    }
+
+
+GRPO = {
+    "algorithm": {"kind": "grpo", "epochs": 1, "minibatches": 2},
+    "rollout": {"num_envs": 4, "horizon": 4, "group_size": 2, "whole_episodes": True},
+}
+
+
+def updates(run: Run) -> list[dict[str, Any]]:
+    return [event for event in run.events(follow=False) if event["kind"] == "update"]
+
+
+def module_of(admin: Operator, tenant: str, run: Run) -> str:
+    key = admin.info.signing_key_file.read_bytes().strip()
+    store = CheckpointStore(objects=admin.objects, tenant_id=tenant, signing_key=key)
+    manifest = store.verify(run.status().checkpoint or "")
+    return next(one.sha256 for one in manifest.objects if one.name == "module.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(stack: Stack, tuned: dict[str, str]) -> Run:
+    run = stack[2]["a"].submit(spec("alone", tuned["a"]))
+    run.result(TIMEOUT_S)
+    return run
+
+
+def test_a_run_publishes_a_version_with_every_update(stack: Stack, alone: Run) -> None:
+    _, admin, platforms = stack
+    status = alone.status()
+    assert (status.step, status.policy_version) == (UPDATES, UPDATES)
+    assert list(admin.ledger.steps(alone.id)) == list(range(1, UPDATES + 1))
+    every = updates(alone)
+    assert [event["policy_version"] for event in every] == [1, 2, 3, 4]
+    assert [event["backbone_forwards"] for event in every] == [0] * UPDATES  # encoded once
+    manifests = platforms["a"].checkpoints("alone", alone.id)
+    assert manifests[-1].policy_version == UPDATES
+
+
+def test_the_first_epoch_meets_the_policy_that_acted(stack: Stack, tuned: dict[str, str]) -> None:
+    """One pass in one minibatch: the ratio is 1, so nothing diverges and nothing is clipped."""
+    one_pass = {"kind": "ppo", "epochs": 1, "minibatches": 1}
+    run = stack[2]["a"].submit(spec("once", tuned["a"], algorithm=one_pass, updates=2))
+    run.result(TIMEOUT_S)
+    assert [event["clip_fraction"] for event in updates(run)] == [0.0, 0.0]
+    assert max(event["approx_kl"] for event in updates(run)) < 1e-5
+
+
+def test_encoding_again_gives_the_same_numbers(
+    stack: Stack, tuned: dict[str, str], alone: Run
+) -> None:
+    run = stack[2]["a"].submit(spec("recomputed", tuned["a"], encode_once=False))
+    run.result(TIMEOUT_S)
+    assert min(event["backbone_forwards"] for event in updates(run)) > 0
+    for one, other in zip(updates(run), updates(alone), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
+
+
+def test_beside_others_equals_alone(stack: Stack, tuned: dict[str, str], alone: Run) -> None:
+    """Another tenant's GRPO and a fine-tuning run at the same time; parameters are equal."""
+    _, admin, platforms = stack
+    others = [
+        platforms["b"].submit(spec("noise", tuned["b"], **GRPO)),
+        platforms["b"].submit(
+            {
+                "kind": "sft",
+                "policy": "filler",
+                "dataset": {"path": "reach", "heldout_samples": 4},
+                "steps": 200,
+                "batch_size": 4,
+            }
+        ),
+    ]
+    run = platforms["a"].submit(spec("beside", tuned["a"]))
+    assert run.result(TIMEOUT_S).policy_version == UPDATES
+    assert module_of(admin, "a", run) == module_of(admin, "a", alone)
+    for other in others:
+        other.result(TIMEOUT_S)
+
+
+def test_grpo_trains_a_flow_matching_policy(stack: Stack, tuned: dict[str, str]) -> None:
+    run = stack[2]["b"].submit(spec("grpo", tuned["b"], **GRPO))
+    assert run.result(TIMEOUT_S).step == UPDATES
+
+
+def test_the_actors_forward_changes_nothing_on_fresh_samples(
+    stack: Stack, tuned: dict[str, str], alone: Run
+) -> None:
+    forward = {"kind": "ppo", "epochs": 2, "minibatches": 2, "actor_forward": True}
+    run = stack[2]["a"].submit(spec("forward", tuned["a"], algorithm=forward))
+    run.result(TIMEOUT_S)
+    for one, other in zip(updates(run), updates(alone), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("role", ["gpu", "sft", "env-tabletop-1"])
+def test_a_killed_worker_loses_no_update_f45_f53(
+    stack: Stack, tuned: dict[str, str], alone: Run, role: str
+) -> None:
+    var, admin, platforms = stack
+    run = platforms["a"].submit(spec(f"killed-{role}", tuned["a"]))
+    for event in run.events():
+        if event["kind"] == "update":
+            break
+    pid = next(one.pid for one in operate.status(var) if one.role == role)
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+    assert run.result(TIMEOUT_S).step == UPDATES
+    assert list(admin.ledger.steps(run.id)) == list(range(1, UPDATES + 1))
+    assert module_of(admin, "a", run) == module_of(admin, "a", alone)
+
+
+def test_what_teaches_nothing_ends_the_run_by_name(stack: Stack, tuned: dict[str, str]) -> None:
+    """A sparse reward that nobody finds: every rollout is dropped, and that has an end."""
+    hopeless = {"id": "tabletop/reach", "options": {"max_steps": 4}}
+    run = stack[2]["a"].submit(
+        spec("hopeless", tuned["a"], environment=hopeless, max_dropped=3, **GRPO)
+    )
+    with pytest.raises(WorkloadFailedError, match="3 rollouts in a row taught nothing"):
+        run.result(TIMEOUT_S)
+
+
+def test_bad_requests_are_refused(stack: Stack, tuned: dict[str, str]) -> None:
+    platforms = stack[2]
+    with pytest.raises(SpecError, match="did you mean"):
+        platforms["a"].submit(spec("p", tuned["a"], environment={"id": "tabletop/raech"}))
+    with pytest.raises(CheckpointNotFoundError):
+        platforms["b"].submit(spec("p", tuned["a"]))
+    with pytest.raises(SpecError, match="group_size"):
+        platforms["a"].submit(spec("p", tuned["a"], algorithm={"kind": "grpo"}))
