@@ -1,8 +1,8 @@
 # A Vulkan driver for Debian 12, whose own one is too old; run as root.
 set -eu
 if ! grep -rqs bookworm-backports /etc/apt/sources.list /etc/apt/sources.list.d; then
-    mirror=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Suite: stable' |
-        grep -v security | head -n 1)
+    mirror=$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Codename: bookworm' |
+        head -n 1)
     echo "deb ${mirror:-http://deb.debian.org/debian} bookworm-backports main" \
         > /etc/apt/sources.list.d/bookworm-backports.list
 fi

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vla_platform.envs.installs import install
+from vla_platform.envs.installs import install, installed
 from vla_platform.errors import ConfigurationError
 
 Play = Callable[..., Any]
@@ -30,10 +30,14 @@ def python_of(repository: Path) -> Callable[[str], Path]:
 
     def python(harness: str) -> Path:
         if harness not in found:
+            var = repository / "var"
             is_root = os.geteuid() == 0 and Path("/usr/bin/apt-get").exists()
             try:
                 found[harness] = install(
-                    harness, repository / "var", say=print, system_packages=is_root
+                    harness,
+                    var,
+                    say=print,
+                    system_packages=is_root and installed(harness, var) is None,
                 )
             except ConfigurationError as error:
                 _unavailable(f"{harness} cannot be installed here: {error}")
