@@ -27,6 +27,8 @@ INGRESS_TASKS = {
     "ingress.pause": {"request_id", "run"},
     "ingress.resume": {"request_id", "run"},
     "ingress.explain": {"request_id", "run"},
+    "ingress.reserve_batch": {"request_id", "run"},
+    "ingress.submit_batch": {"request_id", "run", "job_id", "fence", "samples"},
     "ingress.open_environment": {"request_id", "environment"},
 }
 """What a tenant may ask for, with exactly these arguments, all of them text."""

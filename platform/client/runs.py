@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from vla_platform.client.connection import Connection, answers
 from vla_platform.client.wire_errors import to_error
 from vla_platform.control.states import WorkloadState, is_terminal
 from vla_platform.errors import (
     NotFoundError,
+    QuotaError,
     ResultTimeoutError,
     UnavailableError,
     WorkloadCancelledError,
     WorkloadFailedError,
 )
+from vla_storage.payloads.columns import ColumnData
 
+WORTH_WAITING = ("in-flight limit", "staleness bound", "fair share", "pending")
+"""Reasons for taking no batch that pass by themselves."""
 OUTAGE_S = 120.0
 """Whoever waits for a run rides out a platform that does not answer for so long."""
 
@@ -153,6 +160,52 @@ class Run:
         key = f"{self._connection.tenant}/workloads/{self.id}/spec.json"
         found: dict[str, Any] = json.loads(self._connection.objects.get(key))
         return found
+
+    def train_batch(
+        self, columns: Mapping[str, ColumnData], *, timeout_s: float = 120.0
+    ) -> dict[str, Any]:
+        """One update on samples of your own, for a run with `environment: null`; returns its event.
+
+        Columns, leading R (see `docs/custom-algorithms.md`): `latent, log_prob` as `predict`
+        returned them, `state`, `is_transition`, `advantages (R, H)`, `trained (R, H)`, and
+        `images` and `prompt`, or `feature`. Without `advantages` the platform computes them by the
+        spec's algorithm from `rewards` and what marks the ends of episodes.
+
+        Raises `QuotaError` while the run takes no batch, `WorkloadFailedError` where it ended.
+        """
+        call = functools.partial(self._connection.call, shown=self.id, run=self.id)
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                job = call("ingress.reserve_batch", timeout_s=timeout_s)
+                break
+            except QuotaError as error:
+                if error.details.get("waits_for") not in WORTH_WAITING or time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+        payloads = self._connection.payloads
+        partition, tenant = job["partition_id"], self._connection.tenant
+        payloads.put(partition, tenant, columns, ttl_s=3600.0, wait_s=timeout_s, owner="tenant")
+        call(
+            "ingress.submit_batch",
+            timeout_s=timeout_s,
+            job_id=job["job_id"],
+            fence=str(job["fence"]),
+            samples=str(np.asarray(columns["is_transition"]).size),
+        )
+        while True:
+            status = self.status()
+            for event in self.events(follow=False):
+                if event["kind"] == "update" and event["position"] == job["position"]:
+                    return event
+            if status.is_over:
+                self.result(5)
+            if time.monotonic() > end:
+                raise ResultTimeoutError(
+                    f"the update of {self.id} took longer than {timeout_s:g} s; it goes on",
+                    workload=self.id,
+                )
+            time.sleep(0.05)
 
     def pause(self, *, timeout_s: float = 30.0) -> WorkloadState:
         """Begin nothing new; what is in flight ends. Raises `IllegalTransitionError` where the

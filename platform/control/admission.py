@@ -38,7 +38,9 @@ def check(services: Services, tenant: str, spec: WorkloadSpec) -> str:
 
 def check_rl(services: Services, tenant: str, spec: RLSpec) -> Prepared:
     """The interface of the checkpoint that an RL run begins from."""
-    check_request(EnvironmentRequest(env_id=spec.environment.id, options=spec.environment.options))
+    if spec.environment is not None:
+        request = EnvironmentRequest(env_id=spec.environment.id, options=spec.environment.options)
+        check_request(request)
     for hook in spec.score_hooks:
         find_hook(hook.name, SCORE_HOOKS)
     for hook in spec.shape_hooks:

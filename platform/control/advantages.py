@@ -149,6 +149,9 @@ def _compute(services: Services, job: TrainingJob) -> None:
     try:
         spec = load_rl_spec(services, job.tenant_id, job.workload)
         names = set(services.payloads.metadata(job.partition_id, job.tenant_id))
+        if {"advantages", "trained"} <= names:  # a tenant's own algorithm
+            _go_on(services, job)
+            return
         wanted = [*ROW_COLUMNS, *(names & {"value", "actor_value"})]
         columns = services.payloads.arrays(job.partition_id, job.tenant_id, wanted)
         judged = judge_rollout(spec, columns, episodes_of(ledger.descriptor(job.job_id)))
@@ -158,13 +161,7 @@ def _compute(services: Services, job: TrainingJob) -> None:
         services.payloads.put(
             job.partition_id, job.tenant_id, judged.columns, ttl_s=PAYLOAD_TTL_S, wait_s=5.0
         )
-        if ledger.mark(job, JobState.READY):
-            dispatch.train(
-                job_id=job.job_id,
-                tenant=job.tenant_id,
-                partition_id=job.partition_id,
-                base_model=job.base_model,
-            )
+        _go_on(services, job)
     except LeaseLostError as error:
         _log.warning("action=advantages_refused job=%s reason=%s", job.job_id, error)
     except PayloadError as error:
@@ -175,6 +172,16 @@ def _compute(services: Services, job: TrainingJob) -> None:
             ledger.release(job)
             raise
         ledger.fail(job.workload, error.to_dict())
+
+
+def _go_on(services: Services, job: TrainingJob) -> None:
+    if services.ledger.mark(job, JobState.READY):
+        dispatch.train(
+            job_id=job.job_id,
+            tenant=job.tenant_id,
+            partition_id=job.partition_id,
+            base_model=job.base_model,
+        )
 
 
 def episodes_of(descriptor: dict[str, str]) -> list[EpisodeMeta]:

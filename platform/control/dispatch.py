@@ -21,6 +21,8 @@ def prepare(tenant: str, workload: str) -> None:
 def produce(workload: Mapping[str, str]) -> None:
     """To whoever makes this workload's samples; `workload` is the ledger's hash of it."""
     arguments = {"tenant_id": workload["tenant"], "workload": workload["id"]}
+    if workload["kind"] == "rl" and not workload.get("harness"):
+        return  # the tenant gives the samples itself
     if workload["kind"] == "rl":
         where = queue(rollout_queue(workload["harness"]))
         current_app.send_task("rollout.produce", kwargs=arguments, queue=where)

@@ -169,7 +169,8 @@ def admit(services: Services, tenant: str, run: str) -> str:
 
 def _interface(services: Services, tenant: str, spec: RLSpec) -> tuple[Prepared, int, int]:
     """That of the checkpoint that the run begins from; its data are made by rollouts."""
-    environment = canonical_json(spec.environment.model_dump(mode="json"))
+    described = spec.environment.model_dump(mode="json") if spec.environment else {}
+    environment = canonical_json(described)
     prepared = replace(
         check_rl(services, tenant, spec),
         dataset_digest=hashlib.sha256(environment).hexdigest(),

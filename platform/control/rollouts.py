@@ -32,6 +32,7 @@ class Rollout:
     """What one reservation asks for."""
 
     def __init__(self, spec: RLSpec, schema: Schema, job: TrainingJob) -> None:
+        assert spec.environment is not None  # nothing else is sent to an environment host
         self.job = job
         self.spec = spec
         self.num_envs = spec.rollout.num_envs

@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 from vla_platform.control import admission, dispatch
 from vla_platform.control.ledger import workload_id
 from vla_platform.control.outcomes import record_outcome
 from vla_platform.control.services import Services
-from vla_platform.control.states import Lifecycle
-from vla_platform.errors import ConflictError, NotFoundError, SpecError
+from vla_platform.control.states import JobState, Lifecycle, Stage
+from vla_platform.control.training_job import TrainingJob
+from vla_platform.errors import ConflictError, NotFoundError, QuotaError, SpecError
 from vla_platform.specs import (
     RLSpec,
     SFTSpec,
@@ -24,6 +26,9 @@ from vla_platform.specs import (
     parse_spec_json,
 )
 from vla_storage.errors import ObjectExistsError, ObjectNotFoundError
+
+BATCH_LEASE_S = 600.0
+"""How long a tenant may take to make the samples of a batch that it has reserved."""
 
 
 def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
@@ -84,7 +89,7 @@ def _path_of(spec: WorkloadSpec) -> dict[str, Any]:
         "target": "steps",
         "max_policy_staleness": spec.max_policy_staleness,
         "max_dropped": spec.max_dropped,
-        "harness": spec.environment.id.partition("/")[0],
+        "harness": spec.environment.id.partition("/")[0] if spec.environment else "",
     }
 
 
@@ -107,6 +112,48 @@ def resume(services: Services, tenant: str, run: str) -> str:
     check_owner(services, tenant, run)
     services.ledger.resume(run)
     return services.ledger.workload(run)["state"]
+
+
+def reserve_batch(services: Services, tenant: str, run: str) -> dict[str, Any]:
+    """The next training job of a run whose samples the tenant gives itself.
+
+    Returns `job_id, partition_id, fence, position, policy_version`. Raises `QuotaError` with what
+    it waits for: try again later.
+    """
+    check_owner(services, tenant, run)
+    w = services.ledger.workload(run)
+    if w["kind"] != "rl" or w.get("harness"):
+        raise SpecError(
+            f"{run} makes its own samples; `environment: null` takes yours", problems=[]
+        )
+    job = services.ledger.reserve(
+        run, lease_s=BATCH_LEASE_S, limits=services.settings.reserve_limits()
+    )
+    if isinstance(job, str):
+        raise QuotaError(f"{run} takes no batch now: {job}", workload=run, waits_for=job)
+    return {
+        "job_id": job.job_id,
+        "partition_id": job.partition_id,
+        "fence": job.fence,
+        "position": job.position,
+        "policy_version": job.behavior_policy_version,
+    }
+
+
+def submit_batch(
+    services: Services, tenant: str, run: str, job_id: str, fence: str, samples: str
+) -> str:
+    """The reserved job's samples are in its partition: train them."""
+    check_owner(services, tenant, run)
+    job = TrainingJob.from_hash(services.ledger.descriptor(job_id))
+    if job.workload != run or not (fence.isdigit() and samples.isdigit()):
+        raise NotFoundError(f"no training job {job_id[:160]} of {run}", workload=run)
+    held = replace(job, fence=int(fence))
+    forward = job.lifecycle == Lifecycle.RL_ACTOR_FORWARD
+    state = JobState.NEEDS_ACTOR_FORWARD if forward else JobState.NEEDS_ADVANTAGES
+    services.ledger.mark(held, state, sample_count=int(samples), episodes="[]")
+    dispatch.stage(Stage.ACTOR_FORWARD if forward else Stage.ADVANTAGES, job.base_model)
+    return str(state)
 
 
 def check_owner(services: Services, tenant: str, run: str) -> None:

@@ -129,7 +129,9 @@ class RLSpec(Spec):
         max_length=256,
         description="id of a checkpoint of the tenant; its interface, statistics and module stay",
     )
-    environment: EnvironmentSpec
+    environment: EnvironmentSpec | None = Field(
+        description="null: the tenant acts and gives the samples itself, by `Run.train_batch`"
+    )
     rollout: RolloutSpec = RolloutSpec()
     algorithm: AlgorithmSpec = PPOSpec()
     score_hooks: tuple[HookSpec, ...] = Field(

@@ -55,6 +55,22 @@ def open_environment(self: Task, request_id: str, environment: str) -> None:
     )
 
 
+@shared_task(name="ingress.reserve_batch", bind=True, ignore_result=True)
+def reserve_batch(self: Task, request_id: str, run: str) -> None:
+    _answer(self, request_id, lambda tenant: workloads.reserve_batch(services(), tenant, run))
+
+
+@shared_task(name="ingress.submit_batch", bind=True, ignore_result=True)
+def submit_batch(
+    self: Task, request_id: str, run: str, job_id: str, fence: str, samples: str
+) -> None:
+    _answer(
+        self,
+        request_id,
+        lambda tenant: workloads.submit_batch(services(), tenant, run, job_id, fence, samples),
+    )
+
+
 def _answer(task: Task, request_id: str, call: Callable[[str], Any]) -> None:
     queue = task.request.delivery_info["routing_key"]
     if not queue.startswith(INGRESS_PREFIX):

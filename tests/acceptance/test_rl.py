@@ -5,6 +5,7 @@ The random base model: what must hold here are versions, counts and equality, no
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -211,3 +212,38 @@ def test_bad_requests_are_refused(stack: Stack, tuned: dict[str, str]) -> None:
         platforms["b"].submit(spec("p", tuned["a"]))
     with pytest.raises(SpecError, match="group_size"):
         platforms["a"].submit(spec("p", tuned["a"], algorithm={"kind": "grpo"}))
+
+
+def example() -> Any:
+    """examples/reinforce.py as a module."""
+    path = Path(__file__).parents[2] / "examples" / "reinforce.py"
+    found = importlib.util.spec_from_file_location("reinforce", path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_an_algorithm_by_hand_gives_the_built_ins_update(
+    stack: Stack, tuned: dict[str, str]
+) -> None:
+    """Own sessions, own predictions, own advantages: equal bits for equal samples."""
+    _, admin, platforms = stack
+    by_hand = example()
+    platform, init = platforms["a"], tuned["a"]
+    episodes = by_hand.play(
+        platform, policy="reach", version=init, seeds=[1, 2, 3], decisions=3,
+        options={"max_steps": 12, "reward": "dense"},
+    )  # fmt: skip
+    size = admin.ledger.base_models()["tiny"]["image_size"]
+    columns = by_hand.columns_of(episodes, cameras=("top", "wrist"), image_size=size)
+    runs = [platform.submit(by_hand.spec(name, init, 1)) for name in ("own", "built-in")]
+    own = runs[0].train_batch({**columns, **by_hand.advantages(columns)})
+    built_in = runs[1].train_batch(columns)
+    assert own["loss"] == built_in["loss"]
+    assert own["policy_version"] == 1
+    for run in runs:
+        run.result(TIMEOUT_S)
+    assert module_of(admin, "a", runs[0]) == module_of(admin, "a", runs[1])
+    with pytest.raises(SpecError, match="makes its own samples"):
+        platform.submit(spec("not-by-hand", init)).train_batch(columns)
