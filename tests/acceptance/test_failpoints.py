@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from celery import Celery
 
 from vla_platform.cli.tenants import Operator, operator
 from vla_platform.client import Platform, Run
@@ -140,6 +141,60 @@ def test_a_death_at_a_named_place_loses_and_doubles_nothing_f01_f55_pf02(
     assert list(stack.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
     assert (losses(run), stack.module_digest(run)) == calm
     assert pause_s < RTO_S + 10  # the promise, and the start of a process on a busy machine
+
+
+def test_connections_that_drop_again_and_again_leave_nobody_deaf_f24_pf03(
+    stack: Stack, calm: tuple[dict[int, float], str]
+) -> None:
+    """Every connection to the control Redis is cut ten times in three seconds, in mid-run."""
+    run = stack.submit()
+    for _ in range(10):
+        stack.admin.ledger.client.execute_command(
+            "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"
+        )
+        time.sleep(0.3)  # the drops themselves
+    after = stack.submit()
+    assert run.result(TIMEOUT_S).step == STEPS
+    after.result(TIMEOUT_S)
+    assert losses(after) == calm[0]
+    for one in (run, after):
+        assert list(stack.admin.ledger.steps(one.id)) == list(range(1, STEPS + 1))
+
+
+def test_work_that_is_cancelled_while_no_worker_runs_never_starts_f19_pf07(stack: Stack) -> None:
+    workers = [psutil.Process(stack.pid(role)) for role in ("sft", "gpu")]
+    for worker in workers:
+        worker.suspend()
+    try:
+        run = stack.submit(steps=200)
+        assert run.cancel() == "cancelled"
+    finally:
+        for worker in workers:
+            worker.resume()
+    other = stack.submit(steps=3, checkpoint={})  # the workers have taken up what waited
+    other.result(TIMEOUT_S)
+    assert (run.status().state, run.metrics()) == ("cancelled", [])
+
+
+def test_messages_sent_twice_and_messages_of_the_past_change_nothing_b29(
+    stack: Stack, calm: tuple[dict[int, float], str]
+) -> None:
+    """Hints are hints: doubled, replayed and made up, they move no number."""
+    run = stack.submit()
+    app = Celery("replay", broker=stack.admin.info.redis_url, set_as_current=False)
+    for _ in range(5):
+        app.send_task("sft.produce", kwargs={"tenant_id": "a", "workload": run.id}, queue="sft")
+        app.send_task("sft.prepare", kwargs={"tenant_id": "a", "workload": run.id}, queue="sft")
+        app.send_task("control.reconcile", queue="control")
+        app.send_task(
+            "training.train_job", queue="training",
+            kwargs={"job_id": "j", "tenant_id": "a", "partition_id": "p", "base_model": "tiny"},
+        )  # fmt: skip
+    run.result(TIMEOUT_S)
+    app.send_task("sft.produce", kwargs={"tenant_id": "a", "workload": run.id}, queue="sft")
+    app.close()
+    assert losses(run) == calm[0]
+    assert list(stack.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow
