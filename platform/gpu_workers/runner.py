@@ -21,19 +21,14 @@ from vla_platform.control.outcomes import finish_if_through
 from vla_platform.control.plan import Domain
 from vla_platform.control.prepared import Prepared, load_prepared
 from vla_platform.control.services import Services
-from vla_platform.control.states import DropReason, JobState, Stage
+from vla_platform.control.states import JobState, Stage
 from vla_platform.control.training_job import Progress, TrainingJob
 from vla_platform.control.workloads import load_spec
-from vla_platform.errors import BackboneChangedError, LeaseLostError, LedgerError
+from vla_platform.errors import BackboneChangedError, LedgerError
 from vla_platform.failpoints import Failpoint, reach
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
-from vla_platform.gpu_workers.rollout_samples import (
-    ACTOR_COLUMNS,
-    FALLBACK_COLUMNS,
-    OPTIONAL_COLUMNS,
-    TRAINING_COLUMNS,
-)
+from vla_platform.gpu_workers.rollout_training import RolloutTraining
 from vla_platform.gpu_workers.slots import Slot, SlotConfig, SlotState
 from vla_platform.gpu_workers.training import (
     PolicyResult,
@@ -46,7 +41,6 @@ from vla_platform.specs import DEFAULT_EVERY_STEPS, RLSpec, SFTSpec, WorkloadSpe
 from vla_storage.errors import CodedError, PayloadError
 
 EVERYTHING = ("head", "state_encoder")
-PAYLOAD_TTL_S = 3600.0
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +59,7 @@ class TrainingRunner:
         self._services = services
         self._service = service
         self._base_model = base_model
+        self._rollouts = RolloutTraining(services, service, self._turns)
         self.worker = f"gpu-{uuid.uuid4().hex[:12]}"
         self._mounted: dict[str, Mounted] = {}
         self._leased: tuple[str, ...] = ()
@@ -135,7 +130,7 @@ class TrainingRunner:
                 if not self._hold(job):
                     continue
                 if job.task_type == "rl":
-                    rollouts.append((job, self._fetch_rollout(job)))
+                    rollouts.append((job, self._rollouts.fetch(job)))
                     continue
                 item = self._fetch(job)
             except LedgerError as error:
@@ -156,7 +151,7 @@ class TrainingRunner:
         reach(Failpoint.AFTER_STEP)
         done = 0
         for job, rollout in rollouts:  # ready updates of RL go first; each costs no shared forward
-            done += self._settle(job, self._update_policy(job, rollout), kind="update")
+            done += self._settle(job, self._rollouts.update(job, rollout), kind="update")
         for (job, _), outcome in zip(train, outcomes, strict=True):
             done += self._settle(job, outcome, kind="step")
         for job, item in ready:
@@ -193,35 +188,6 @@ class TrainingRunner:
         self._mounted[job.policy_key].last_job = job
         return True
 
-    def _fetch_rollout(
-        self,
-        job: TrainingJob,
-        columns: tuple[str, ...] = (*TRAINING_COLUMNS, *OPTIONAL_COLUMNS),
-    ) -> dict[str, Any]:
-        """The columns that are asked for: not the pixels, where features were kept."""
-        try:
-            there = set(self._services.payloads.metadata(job.partition_id, job.tenant_id))
-            fallback = () if "feature" in there else FALLBACK_COLUMNS
-            wanted = there & {*columns, *fallback}
-            return dict(
-                self._services.payloads.get(job.partition_id, job.tenant_id, sorted(wanted))
-            )
-        except PayloadError as error:
-            _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
-            self._services.ledger.drop(job, DropReason.SAMPLES_LOST)
-            raise LeaseLostError(f"the samples of {job.job_id} are lost") from error
-
-    def _update_policy(
-        self, job: TrainingJob, columns: dict[str, Any]
-    ) -> PolicyResult | CodedError:
-        try:
-            with self._turns.training():
-                return self._service.train_policy(job.policy_key, columns)
-        except BackboneChangedError:
-            raise
-        except CodedError as error:
-            return error
-
     def forward_actors(self) -> int:
         """The stage before the advantages, for jobs that ask for it; returns how many were done."""
         done = 0
@@ -240,16 +206,7 @@ class TrainingRunner:
     def _forward_actor(self, job: TrainingJob) -> None:
         ledger = self._services.ledger
         try:
-            columns = self._fetch_rollout(job, ACTOR_COLUMNS)
-            with self._turns.training():
-                found = self._service.actor_forward(self._actor(job), columns)
-            self._services.payloads.put(
-                job.partition_id,
-                job.tenant_id,
-                found,
-                ttl_s=PAYLOAD_TTL_S,
-                wait_s=5.0,
-            )
+            self._rollouts.forward_actor(job, self._actor(job))
             if ledger.mark(job, JobState.NEEDS_ADVANTAGES):
                 dispatch.stage(Stage.ADVANTAGES, job.base_model)
         except LedgerError as error:

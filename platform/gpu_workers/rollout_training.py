@@ -1,0 +1,85 @@
+"""What a training worker does with the rows of a rollout: fetch them, forward the actor, update."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vla_platform.control.services import Services
+from vla_platform.control.states import DropReason
+from vla_platform.control.training_job import TrainingJob
+from vla_platform.errors import BackboneChangedError, LeaseLostError, PlatformError
+from vla_platform.gpu_workers.device import DeviceTurns
+from vla_platform.gpu_workers.rollout_samples import (
+    ACTOR_COLUMNS,
+    FALLBACK_COLUMNS,
+    OPTIONAL_COLUMNS,
+    TRAINING_COLUMNS,
+)
+from vla_platform.gpu_workers.slots import Slot
+from vla_platform.gpu_workers.training import PolicyResult, TrainingModelService
+from vla_storage.errors import CodedError, PayloadError
+
+PAYLOAD_TTL_S = 3600.0
+_MISFITS = (RuntimeError, ValueError, TypeError, KeyError, IndexError)
+"""What arrays of the wrong shape or kind raise, somewhere in torch or numpy."""
+_log = logging.getLogger(__name__)
+
+
+class RolloutTraining:
+    """Between payload store and Training Model Service, for RL jobs."""
+
+    def __init__(
+        self, services: Services, service: TrainingModelService, turns: DeviceTurns
+    ) -> None:
+        self._services = services
+        self._service = service
+        self._turns = turns
+
+    def fetch(self, job: TrainingJob) -> dict[str, Any]:
+        """What an update reads. Raises `LeaseLostError` where the samples are lost: the job is
+        dropped, and another rollout takes its place."""
+        return self._fetch(job, (*TRAINING_COLUMNS, *OPTIONAL_COLUMNS))
+
+    def update(self, job: TrainingJob, columns: dict[str, Any]) -> PolicyResult | CodedError:
+        """One update of the mounted policy. What is wrong with the rows is their tenant's error."""
+        try:
+            with self._turns.training():
+                return self._service.train_policy(job.policy_key, columns)
+        except BackboneChangedError:
+            raise
+        except CodedError as error:
+            return error
+        except _MISFITS as error:
+            return _misfit(job, error)
+
+    def forward_actor(self, job: TrainingJob, actor: Slot) -> None:
+        """Write what the actor says of the rows beside them. Raises what is wrong with them."""
+        columns = self._fetch(job, ACTOR_COLUMNS)
+        try:
+            with self._turns.training():
+                found = self._service.actor_forward(actor, columns)
+        except _MISFITS as error:
+            raise _misfit(job, error) from error
+        self._services.payloads.put(
+            job.partition_id, job.tenant_id, found, ttl_s=PAYLOAD_TTL_S, wait_s=5.0
+        )
+
+    def _fetch(self, job: TrainingJob, columns: tuple[str, ...]) -> dict[str, Any]:
+        """Those of `columns` that are there; pixels only where no features were kept."""
+        payloads = self._services.payloads
+        try:
+            there = set(payloads.metadata(job.partition_id, job.tenant_id))
+            fallback = () if "feature" in there else FALLBACK_COLUMNS
+            wanted = there & {*columns, *fallback}
+            return dict(payloads.get(job.partition_id, job.tenant_id, sorted(wanted)))
+        except PayloadError as error:
+            _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
+            self._services.ledger.drop(job, DropReason.SAMPLES_LOST)
+            raise LeaseLostError(f"the samples of {job.job_id} are lost") from error
+
+
+def _misfit(job: TrainingJob, error: Exception) -> PlatformError:
+    return PlatformError(
+        f"the rows of {job.job_id} do not fit {job.policy_key}: {error}", policy_key=job.policy_key
+    )
