@@ -19,6 +19,7 @@ class Tenant:
     tenant_id: str
     password_sha256: str
     payload_quota_bytes: int = DEFAULT_QUOTA_BYTES
+    storage_quota_bytes: int | None = None  # in the object store; None: no limit
     version: int = 1
 
 
