@@ -46,6 +46,7 @@ class Marks:
 
     of: Mapping[str, Mark] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)  # name -> workload/step
+    removing: tuple[str, ...] = ()  # by retention, right now; a pin comes too late for these
 
     def mark(self, ref: CheckpointRef) -> Mark:
         return self.of.get(place_of(ref), Mark())
@@ -71,6 +72,7 @@ class Marks:
         return Marks(
             of={place: mark for place, mark in self.of.items() if place not in gone},
             aliases={name: place for name, place in self.aliases.items() if place not in gone},
+            removing=tuple(place for place in self.removing if place not in gone),
         )
 
     def to_json(self) -> bytes:
@@ -79,6 +81,7 @@ class Marks:
                 "version": MARKS_VERSION,
                 "marks": {place: asdict(mark) for place, mark in sorted(self.of.items())},
                 "aliases": dict(sorted(self.aliases.items())),
+                "removing": list(self.removing),
             },
             indent=1,
         ).encode()
@@ -93,6 +96,7 @@ class Marks:
             return cls(
                 of={place: Mark(**mark) for place, mark in raw["marks"].items()},
                 aliases=dict(raw["aliases"]),
+                removing=tuple(raw["removing"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the marks of a policy are damaged: {error}") from error

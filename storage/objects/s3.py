@@ -164,6 +164,17 @@ class S3ObjectStore(ObjectStore):
                         modified=item["LastModified"].timestamp(),
                     )
 
+    def presigned_url(self, key: str, *, expires_s: int) -> str:
+        """A link with which anybody can read this one object until `expires_s` are over."""
+        with _translated(key):
+            return str(
+                self._client.generate_presigned_url(
+                    "get_object",
+                    Params={"Bucket": self.bucket, "Key": check_key(key)},
+                    ExpiresIn=expires_s,
+                )
+            )
+
     def delete(self, key: str) -> None:
         with _translated(key):
             self._client.delete_object(Bucket=self.bucket, Key=check_key(key))
