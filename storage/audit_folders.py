@@ -21,7 +21,7 @@ from vla_storage.objects.base import ObjectInfo
 
 MOST_OBJECTS = 1000
 """Of one folder; further ones are counted, so that memory stays flat."""
-AREAS = frozenset({"policies", "workloads", "evaluations", "datasets", "schedules"})
+AREAS = frozenset({"policies", "workloads", "evaluations", "datasets", "schedules", "usage"})
 
 
 class Kind(StrEnum):

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vla_platform.cli import audit, checkpoints, envs, runs, tenants
+from vla_platform.cli import audit, checkpoints, envs, runs, tenants, usage
 from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
 from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
@@ -30,6 +30,7 @@ app.command("submit")(runs.submit)
 app.command("explain")(runs.explain)
 app.command("demos")(envs.demos)
 app.command("audit")(audit.audit)
+app.command("usage")(usage.usage)
 
 Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 

@@ -16,6 +16,7 @@ from vla_platform.client.environments import RemoteEnvironment
 from vla_platform.client.inference import DEFAULT_TIMEOUT_S, InferenceProxy
 from vla_platform.client.payload_queue import PayloadQueue
 from vla_platform.client.runs import Run
+from vla_platform.control.usage import Statement, statements
 from vla_platform.envs.base import Observation
 from vla_platform.envs.harnesses import check_request
 from vla_platform.envs.remote_protocol import request_text
@@ -174,6 +175,10 @@ class Platform(PayloadQueue, CheckpointShelf):
         except BaseException:
             client.close()
             raise
+
+    def usage(self, month: str) -> list[Statement]:
+        """What was used on each day of a month such as `2026-11` (UTC)."""
+        return statements(self._connection.objects, f"{self.tenant}/usage/", month=month)
 
     def run(self, run_id: str) -> Run:
         """A run submitted earlier. Raises `NotFoundError`."""

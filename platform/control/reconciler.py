@@ -6,7 +6,7 @@ import logging
 
 import redis
 
-from vla_platform.control import dispatch, production
+from vla_platform.control import dispatch, production, usage
 from vla_platform.control.outcomes import record_outcomes
 from vla_platform.control.payload_access import restore_payload_access
 from vla_platform.control.recovery import recover_if_lost
@@ -44,6 +44,8 @@ def reconcile(services: Services) -> Due:
     record_outcomes(services)
     clear_partitions(services)
     keep_payloads(services)
+    if services.ledger.is_due("usage", every_s=usage.WRITE_S):
+        usage.write_statements(services)
     return due
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from celery import shared_task
 
+from vla_platform.control import usage
 from vla_platform.control.services import services
 from vla_platform.envs.evaluation import evaluate
 from vla_platform.envs.suites import suite
@@ -50,4 +51,9 @@ def run(
         num_videos=num_videos,
         emit=emit,
     )
+    client = found.ledger.client
+    usage.count(
+        client, tenant, usage.today(client), policy=policy_key.partition("/")[2],
+        workload=evaluation_id, amounts={usage.Use.SIMULATOR_S: record.seconds},
+    )  # fmt: skip
     return {**asdict(record), "episodes": len(record.episodes)}
