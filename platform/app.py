@@ -72,7 +72,7 @@ def create_app(settings: Settings) -> Celery:
         task_send_sent_event=True,
         worker_hijack_root_logger=True,
         worker_redirect_stdouts=False,
-        beat_scheduler="redbeat.RedBeatScheduler",
+        beat_scheduler="vla_platform.control.beat.Scheduler",
         beat_max_loop_interval=2,
         redbeat_redis_url=settings.redis_url,
         redbeat_key_prefix="vla:beat:",

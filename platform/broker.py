@@ -28,6 +28,8 @@ INGRESS_TASKS = {
     "ingress.resume": {"request_id", "run"},
     "ingress.explain": {"request_id", "run"},
     "ingress.open_environment": {"request_id", "environment"},
+    "ingress.schedule": {"request_id", "schedule"},
+    "ingress.change_schedule": {"request_id", "name", "change"},
 }
 """What a tenant may ask for, with exactly these arguments, all of them text."""
 MAX_MESSAGE_BYTES = 128 * 1024

@@ -16,6 +16,7 @@ from vla_platform.client.environments import RemoteEnvironment
 from vla_platform.client.inference import DEFAULT_TIMEOUT_S, InferenceProxy
 from vla_platform.client.payload_queue import PayloadQueue
 from vla_platform.client.runs import Run
+from vla_platform.client.schedules import ScheduleBook
 from vla_platform.control.usage import Statement, statements
 from vla_platform.envs.base import Observation
 from vla_platform.envs.harnesses import check_request
@@ -27,7 +28,7 @@ from vla_platform.specs import WorkloadSpec, canonical_json, parse_spec
 from vla_storage.checkpoints import CheckpointStore
 
 
-class Platform(PayloadQueue, CheckpointShelf):
+class Platform(PayloadQueue, CheckpointShelf, ScheduleBook):
     """One tenant's session. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(self, url: str) -> None:

@@ -6,7 +6,7 @@ import logging
 
 import redis
 
-from vla_platform.control import dispatch, production, usage
+from vla_platform.control import dispatch, production, schedules, usage
 from vla_platform.control.outcomes import record_outcomes
 from vla_platform.control.payload_access import restore_payload_access
 from vla_platform.control.recovery import recover_if_lost
@@ -17,6 +17,7 @@ from vla_platform.control.training_job import Due
 from vla_storage.errors import StorageError
 
 COLLECT_S = 60.0
+SCHEDULES_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +45,12 @@ def reconcile(services: Services) -> Due:
     record_outcomes(services)
     clear_partitions(services)
     keep_payloads(services)
+    schedules.look_at_due(services)
+    if services.ledger.is_due("schedules", every_s=SCHEDULES_S):
+        for tenant in services.ledger.client.smembers(TENANTS_KEY):
+            schedules.restore(services, tenant)
+            schedules.resend_lost(services, tenant)
+            schedules.look_at_claimed(services, tenant)
     if services.ledger.is_due("usage", every_s=usage.WRITE_S):
         usage.write_statements(services)
     return due

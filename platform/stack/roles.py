@@ -82,7 +82,14 @@ ROLES: tuple[Role, ...] = (
     Role(
         name="beat",
         command=lambda _: _celery(
-            *("beat", "-S", "redbeat.RedBeatScheduler", "--loglevel", "INFO", "--pidfile=")
+            *(
+                "beat",
+                "-S",
+                "vla_platform.control.beat.Scheduler",
+                "--loglevel",
+                "INFO",
+                "--pidfile=",
+            )
         ),
     ),
     Role(name="flower", command=_flower, ready=Ready.HTTP, port=True),
