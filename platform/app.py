@@ -14,7 +14,7 @@ from vla_platform.control.startup import install_gates
 from vla_platform.settings import Settings, load_settings
 from vla_platform.stack.readiness import announce
 
-QUEUES = ("control", "sft", "advantages", "training")
+QUEUES = ("control", "sft", "advantages", "training", "audit")
 """Beside these, `rollout.<harness>` and `evaluation.<harness>` of each harness, and a rollout queue
 of each environment host (`environment_queues`)."""
 
@@ -23,11 +23,13 @@ TASK_ROUTES = {
     "sft.*": {"queue": "sft"},
     "advantages.*": {"queue": "advantages"},
     "training.*": {"queue": "training"},
+    "audit.*": {"queue": "audit"},
 }
 """Ingress tasks have no route: tenants publish them on their own queues (`ingress.<tenant>`).
 Rollouts and evaluations have none either: their senders name the queue of a harness or a host."""
 
 TASK_MODULES = (
+    "vla_platform.tasks.audit",
     "vla_platform.tasks.control",
     "vla_platform.tasks.evaluation",
     "vla_platform.tasks.ingress",
@@ -70,13 +72,14 @@ def create_app(settings: Settings) -> Celery:
         task_send_sent_event=True,
         worker_hijack_root_logger=True,
         worker_redirect_stdouts=False,
-        beat_scheduler="redbeat.RedBeatScheduler",
+        beat_scheduler="vla_platform.control.beat.Scheduler",
         beat_max_loop_interval=2,
         redbeat_redis_url=settings.redis_url,
         redbeat_key_prefix="vla:beat:",
         redbeat_lock_timeout=30,
         beat_schedule={
             "reconcile": {"task": "control.reconcile", "schedule": settings.reconcile_s},
+            "audit": {"task": "audit.run", "schedule": settings.audit_s},
         },
         timezone="UTC",
     )

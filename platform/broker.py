@@ -30,6 +30,8 @@ INGRESS_TASKS = {
     "ingress.reserve_batch": {"request_id", "run"},
     "ingress.submit_batch": {"request_id", "run", "job_id", "fence", "samples"},
     "ingress.open_environment": {"request_id", "environment"},
+    "ingress.schedule": {"request_id", "schedule"},
+    "ingress.change_schedule": {"request_id", "name", "change"},
 }
 """What a tenant may ask for, with exactly these arguments, all of them text."""
 MAX_MESSAGE_BYTES = 128 * 1024

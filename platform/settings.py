@@ -58,6 +58,8 @@ class Settings(BaseModel):
     module_host_bytes: int = Field(4 << 30, ge=0, description="modules kept in memory in all")
     slice_s: float = Field(5.0, gt=0.0, description="longest run of one draining task")
     reconcile_s: float = Field(2.0, gt=0.0)
+    min_schedule_s: float = Field(300.0, ge=60.0, description="between firings of a schedule")
+    audit_s: float = Field(24 * 3600.0, gt=0.0, description="between audits of all tenants")
     max_running_per_tenant: int = Field(4, ge=1)
     max_rollouts_per_tenant: int = Field(1, ge=1, description="rollouts that step at once")
     max_rollouts: int = Field(3, ge=1, description="the same, of all tenants")

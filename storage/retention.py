@@ -1,12 +1,160 @@
-"""Which checkpoints go: a policy's retention, and the leftovers of uploads that died."""
+"""Which checkpoints go: a policy's retention, and the leftovers of uploads that died.
+
+First a plan, which is only read; then its removal. Right before anything is removed, the ids are
+written into the policy's marks by compare-and-swap, so that a pin comes either before, and keeps
+its checkpoint, or after, and is told that it is gone.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from vla_storage.checkpoints import MANIFEST, CheckpointRef, CheckpointStore
-from vla_storage.errors import CheckpointError
+from vla_storage.errors import CheckpointError, CheckpointNotFoundError
+from vla_storage.marks import Mark, Marks, change_marks, place_of, read_marks
+
+
+class Reason(StrEnum):
+    """Why a checkpoint stays or goes."""
+
+    NEWEST = "newest"
+    BEST = "best"
+    """Among the best by evaluation."""
+    MILESTONE = "milestone"
+    MARKED = "marked"
+    """Pinned, named, or marked as a milestone."""
+    IN_USE = "in use"
+    DAMAGED = "damaged"
+    """Newer than the oldest that is kept: evidence."""
+    ONLY = "only valid one"
+    OLD = "old"
+    """No rule keeps it."""
+    EXPIRED = "expired"
+    """Its time to live is over."""
+    ASKED = "asked for"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionRules:
+    """Of each workload; workloads are lineages of their own."""
+
+    keep_last: int = 1  # newest valid ones; at least one, whatever else holds
+    keep_best: int = 0  # highest scores
+    milestone_every: int = 0  # steps that are multiples; 0: none
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, not {self.keep_last}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionPlan:
+    """What would stay and what would go, each with its reason. Ids as in `CheckpointRef.id`."""
+
+    policy: str
+    stay: tuple[tuple[str, Reason], ...]
+    go: tuple[tuple[str, Reason], ...]
+
+
+def plan_retention(
+    store: CheckpointStore,
+    policy: str,
+    rules: RetentionRules,
+    *,
+    workload_id: str | None = None,
+    protect: Collection[str] = (),
+    now: float | None = None,
+) -> RetentionPlan:
+    """Apply the rules to what is there; removes nothing. Raises `CheckpointError` (marks damaged).
+
+    Steps are compared as numbers and object times not at all (PF-21).
+    """
+    lineages: dict[str, list[CheckpointRef]] = {}
+    for ref in store.list(policy, workload_id):
+        lineages.setdefault(ref.workload_id, []).append(ref)
+    marks = read_marks(store.objects, store.tenant_id, policy)
+    at = time.time() if now is None else now
+    decided: list[tuple[str, Reason]] = []
+    for refs in lineages.values():
+        decided += _decide(store, refs, rules, marks, protect, at)
+    stays = {Reason.OLD, Reason.EXPIRED}
+    return RetentionPlan(
+        policy=policy,
+        stay=tuple(one for one in decided if one[1] not in stays),
+        go=tuple(one for one in decided if one[1] in stays),
+    )
+
+
+def _decide(
+    store: CheckpointStore,
+    refs: list[CheckpointRef],
+    rules: RetentionRules,
+    marks: Marks,
+    protect: Collection[str],
+    now: float,
+) -> list[tuple[str, Reason]]:
+    """Oldest first."""
+    scored = [(mark.score, ref) for ref in refs if (mark := marks.mark(ref)).score is not None]
+    best = {ref for _, ref in sorted(scored, reverse=True)[: rules.keep_best]}
+    decided: dict[CheckpointRef, Reason] = {}
+    kept = 0
+    for ref in reversed(refs):
+        reason = _rule(ref, rules, marks, protect, best, now)
+        if reason is not Reason.EXPIRED and kept < rules.keep_last:
+            valid = _is_valid(store, ref)
+            kept += valid
+            if reason is Reason.OLD:
+                reason = Reason.NEWEST if valid else Reason.DAMAGED
+        decided[ref] = reason
+    if not kept:
+        # The last good one stays even where its time is over.
+        only = next((ref for ref in decided if _is_valid(store, ref)), None)
+        if only is not None:
+            decided[only] = Reason.ONLY
+    return [(ref.id, decided[ref]) for ref in refs]
+
+
+def _rule(
+    ref: CheckpointRef,
+    rules: RetentionRules,
+    marks: Marks,
+    protect: Collection[str],
+    best: Collection[CheckpointRef],
+    now: float,
+) -> Reason:
+    if ref.id in protect:
+        return Reason.IN_USE
+    if marks.is_kept(ref):
+        return Reason.MARKED
+    expires = marks.mark(ref).expires
+    if expires is not None and expires <= now:
+        return Reason.EXPIRED
+    if ref in best:
+        return Reason.BEST
+    if rules.milestone_every > 0 and ref.step % rules.milestone_every == 0:
+        return Reason.MILESTONE
+    return Reason.OLD
+
+
+def carry_out(store: CheckpointStore, plan: RetentionPlan) -> list[str]:
+    """Remove what a plan says, less what was pinned or named since; returns the ids gone."""
+    refs = [CheckpointRef.parse(one) for one, _ in plan.go]
+    if not refs:
+        return []
+
+    def announce(marks: Marks) -> Marks:
+        places = {place_of(ref) for ref in refs if not marks.is_kept(ref)}
+        return replace(marks, removing=tuple(sorted({*marks.removing, *places})))
+
+    marks = change_marks(store.objects, store.tenant_id, plan.policy, announce)
+    gone = [ref for ref in refs if place_of(ref) in marks.removing]
+    for ref in gone:
+        store.delete(ref.id)
+    change_marks(store.objects, store.tenant_id, plan.policy, lambda now: now.without(gone))
+    return [ref.id for ref in gone]
 
 
 def apply_retention(
@@ -15,34 +163,91 @@ def apply_retention(
     *,
     keep_last: int,
     milestone_every: int = 0,
+    keep_best: int = 0,
     workload_id: str | None = None,
     protect: Collection[str] = (),
 ) -> list[str]:
-    """Delete old checkpoints; returns the ids that are gone.
+    """Plan and carry out; returns the ids that are gone.
 
-    Of each workload (or the one named) stay: the newest `keep_last` valid ones (at least one),
-    steps that are multiples of `milestone_every`, and the ids in `protect` (in use). Workloads
-    are lineages of their own, so a run that starts again at step 0 competes with none of the
-    earlier ones; steps are compared as numbers and object times not at all (PF-21). Damaged
+    Of each workload (or the one named) stay: the newest `keep_last` valid ones (at least one), the
+    `keep_best` best, milestones, marked ones, and the ids in `protect` (in use). Damaged
     checkpoints newer than the oldest kept one stay as evidence.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, not {keep_last}")
-    deleted = []
-    lineages: dict[str, list[CheckpointRef]] = {}
-    for ref in store.list(policy, workload_id):
-        lineages.setdefault(ref.workload_id, []).append(ref)
-    for refs in lineages.values():
-        kept = 0
-        for ref in reversed(refs):
-            if kept < keep_last:
-                kept += _is_valid(store, ref)
-                continue
-            milestone = milestone_every > 0 and ref.step % milestone_every == 0
-            if not milestone and ref.id not in protect:
-                store.delete(ref.id)
-                deleted.append(ref.id)
-    return deleted
+    rules = RetentionRules(
+        keep_last=keep_last, keep_best=keep_best, milestone_every=milestone_every
+    )
+    return carry_out(
+        store, plan_retention(store, policy, rules, workload_id=workload_id, protect=protect)
+    )
+
+
+def plan_removal(
+    store: CheckpointStore, policy: str, ids: Collection[str], *, protect: Collection[str] = ()
+) -> RetentionPlan:
+    """What of the named checkpoints may go: not what is marked or in use, and never the last valid
+    one of a workload. Raises `CheckpointNotFoundError`."""
+    marks = read_marks(store.objects, store.tenant_id, policy)
+    listed = store.list(policy)
+    wanted = {CheckpointRef.parse(one) for one in ids}
+    for ref in wanted - set(listed):
+        raise CheckpointNotFoundError(f"no checkpoint {ref.id}", checkpoint=ref.id)
+    decided: list[tuple[str, Reason]] = []
+    for workload in sorted({ref.workload_id for ref in wanted}):
+        refs = [ref for ref in listed if ref.workload_id == workload]
+        rest = [ref for ref in refs if ref not in wanted]
+        spare = any(_is_valid(store, ref) for ref in reversed(rest))
+        for ref in reversed([ref for ref in refs if ref in wanted]):
+            reason = Reason.ASKED
+            if ref.id in protect:
+                reason = Reason.IN_USE
+            elif marks.is_kept(ref):
+                reason = Reason.MARKED
+            elif not spare and _is_valid(store, ref):
+                reason = Reason.ONLY
+            spare = spare or reason is not Reason.ASKED
+            decided.append((ref.id, reason))
+    return RetentionPlan(
+        policy=policy,
+        stay=tuple(one for one in decided if one[1] is not Reason.ASKED),
+        go=tuple(one for one in decided if one[1] is Reason.ASKED),
+    )
+
+
+def set_mark(store: CheckpointStore, checkpoint_id: str, **changes: object) -> Mark:
+    """Change what holds for one checkpoint: `pinned`, `milestone`, `expires`, `score`.
+
+    Raises `CheckpointNotFoundError`, also where its removal has begun.
+    """
+    ref = CheckpointRef.parse(checkpoint_id)
+    store.manifest(ref.id)
+
+    def change(marks: Marks) -> Marks:
+        _refuse_removed(marks, ref)
+        return marks.with_mark(ref, **changes)
+
+    return change_marks(store.objects, store.tenant_id, ref.policy, change).mark(ref)
+
+
+def set_alias(store: CheckpointStore, alias: str, checkpoint_id: str | None, policy: str) -> None:
+    """Give a checkpoint a name of its policy, or take the name away (None)."""
+    ref = None
+    if checkpoint_id is not None:
+        ref = CheckpointRef.parse(checkpoint_id)
+        store.manifest(ref.id)
+
+    def change(marks: Marks) -> Marks:
+        if ref is not None:
+            _refuse_removed(marks, ref)
+        return marks.with_alias(alias, ref)
+
+    change_marks(store.objects, store.tenant_id, policy, change)
+
+
+def _refuse_removed(marks: Marks, ref: CheckpointRef) -> None:
+    if place_of(ref) in marks.removing:
+        raise CheckpointNotFoundError(
+            f"checkpoint {ref.id} is being removed by retention", checkpoint=ref.id
+        )
 
 
 def collect_leftovers(

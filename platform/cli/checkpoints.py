@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vla_platform.cli.output import Format, Url, connect, emit, table_of
+from vla_storage.marks import Mark
+from vla_storage.retention import RetentionPlan
 
-app = typer.Typer(no_args_is_help=True, help="List, verify and download checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="List, verify, keep, remove and download checkpoints.")
 
 CheckpointId = Annotated[str, typer.Argument(help="policy/run/step, from `vla checkpoints list`")]
 
@@ -51,10 +54,118 @@ def verify(checkpoint: CheckpointId, url: Url = "", format: Format = "table") ->
 def download(
     checkpoint: CheckpointId,
     folder: Annotated[Path, typer.Argument(help="where to put it")] = Path("."),
+    tar: Annotated[bool, typer.Option("--tar", help="one tar file instead of a folder")] = False,
     url: Url = "",
     format: Format = "table",
 ) -> None:
-    """Fetch a verified checkpoint."""
+    """Fetch a checkpoint, verified on the way."""
     with connect(url) as platform:
-        row = {"checkpoint": checkpoint, "folder": str(platform.download(checkpoint, folder))}
+        if tar:
+            name = f"{checkpoint.replace('/', '-')}.tar"
+            row = {
+                "checkpoint": checkpoint,
+                "file": str(platform.export(checkpoint, folder / name)),
+            }
+        else:
+            row = {"checkpoint": checkpoint, "folder": str(platform.download(checkpoint, folder))}
     emit(row, format, table_of([row]))
+
+
+@app.command()
+def links(
+    checkpoint: CheckpointId,
+    expires_s: Annotated[int, typer.Option(min=1, max=7 * 86400)] = 3600,
+    url: Url = "",
+    format: Format = "table",
+) -> None:
+    """Links with which anybody can read the objects for a while."""
+    with connect(url) as platform:
+        found = platform.links(checkpoint, expires_s=expires_s)
+    rows = [{"object": name, "link": link} for name, link in found.items()]
+    emit(rows, format, table_of(rows))
+
+
+@app.command()
+def pin(checkpoint: CheckpointId, url: Url = "", format: Format = "table") -> None:
+    """Keep a checkpoint whatever the retention rules say."""
+    with connect(url) as platform:
+        _emit_mark(checkpoint, platform.pin(checkpoint), format)
+
+
+@app.command()
+def unpin(checkpoint: CheckpointId, url: Url = "", format: Format = "table") -> None:
+    """Leave a checkpoint to the retention rules again."""
+    with connect(url) as platform:
+        _emit_mark(checkpoint, platform.pin(checkpoint, pinned=False), format)
+
+
+@app.command("set-ttl")
+def set_ttl(
+    checkpoint: CheckpointId,
+    hours: Annotated[float, typer.Argument(help="from now; negative: no time to live", min=-1)],
+    url: Url = "",
+    format: Format = "table",
+) -> None:
+    """Let retention remove a checkpoint after a while."""
+    with connect(url) as platform:
+        mark = platform.set_ttl(checkpoint, None if hours < 0 else 3600 * hours)
+    _emit_mark(checkpoint, mark, format)
+
+
+@app.command()
+def name(
+    policy: Annotated[str, typer.Argument(help="the policy's name")],
+    alias: Annotated[str, typer.Argument(help="such as best")],
+    checkpoint: Annotated[str, typer.Argument(help="policy/run/step; empty: none")] = "",
+    url: Url = "",
+) -> None:
+    """Give a checkpoint a name, or take the name away."""
+    with connect(url) as platform:
+        platform.name_checkpoint(alias, checkpoint or None, policy=policy)
+
+
+@app.command()
+def prune(
+    policy: Annotated[str, typer.Argument(help="the policy's name")],
+    keep_last: Annotated[int, typer.Option(min=1, help="newest valid ones of each run")] = 3,
+    keep_best: Annotated[int, typer.Option(min=0, help="highest scores of each run")] = 0,
+    milestone_every: Annotated[int, typer.Option(min=0, help="steps; 0: none")] = 0,
+    yes: Annotated[bool, typer.Option("--yes", help="remove; without it, only show")] = False,
+    url: Url = "",
+    format: Format = "table",
+) -> None:
+    """Show what the retention rules would remove, and with --yes remove it."""
+    with connect(url) as platform:
+        plan = platform.prune(
+            policy, keep_last=keep_last, keep_best=keep_best, milestone_every=milestone_every,
+            dry_run=not yes,
+        )  # fmt: skip
+    _emit_plans([plan], format, removed=yes)
+
+
+@app.command()
+def delete(
+    checkpoints: Annotated[list[str], typer.Argument(help="policy/run/step, several")],
+    yes: Annotated[bool, typer.Option("--yes", help="remove; without it, only show")] = False,
+    url: Url = "",
+    format: Format = "table",
+) -> None:
+    """Remove checkpoints by id; marked ones and the last valid one of a run stay."""
+    with connect(url) as platform:
+        plans = platform.delete_checkpoints(checkpoints, dry_run=not yes)
+    _emit_plans(plans, format, removed=yes)
+
+
+def _emit_mark(checkpoint: str, mark: Mark, format: str) -> None:
+    row = {"checkpoint": checkpoint, **asdict(mark)}
+    emit(row, format, table_of([row]))
+
+
+def _emit_plans(plans: list[RetentionPlan], format: str, *, removed: bool) -> None:
+    rows = [
+        {"checkpoint": one, "what": what, "reason": str(reason)}
+        for plan in plans
+        for what, found in (("stays", plan.stay), ("removed" if removed else "would go", plan.go))
+        for one, reason in found
+    ]
+    emit(rows, format, table_of(rows))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vla_platform.cli import checkpoints, envs, runs, tenants
+from vla_platform.cli import audit, checkpoints, envs, runs, schedules, tenants, usage
 from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
 from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
@@ -26,9 +26,13 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(envs.app, name="env")
+app.add_typer(schedules.app, name="schedules")
+app.add_typer(schedules.evaluations, name="evaluations")
 app.command("submit")(runs.submit)
 app.command("explain")(runs.explain)
 app.command("demos")(envs.demos)
+app.command("audit")(audit.audit)
+app.command("usage")(usage.usage)
 
 Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 

@@ -12,7 +12,7 @@ import redis
 import typer
 
 from vla_platform.cli.output import Format, emit, table_of
-from vla_platform.control import tenant_records, tenants
+from vla_platform.control import tenant_records, tenants, usage
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.services import payload_clients
 from vla_platform.errors import ConfigurationError
@@ -128,6 +128,38 @@ def weight(
     with operator(var) as one:
         one.ledger.set_weight(name, share)
     row = {"tenant": name, "weight": share}
+    emit(row, format, table_of([row]))
+
+
+@app.command()
+def limits(
+    name: Annotated[str, typer.Argument(help="the tenant's name")],
+    monthly_worker_s: Annotated[
+        float | None, typer.Option(help="seconds of workers a month; 0: no limit", min=0)
+    ] = None,
+    storage_gb: Annotated[
+        float | None, typer.Option(help="in the object store; 0: no limit", min=0)
+    ] = None,
+    var: Var = Path("var"),
+    format: Format = "table",
+) -> None:
+    """Show or set what a tenant may use; submissions beyond it are refused with the reason."""
+    changes: dict[str, float | int | None] = {}
+    if monthly_worker_s is not None:
+        changes["monthly_worker_s"] = monthly_worker_s or None
+    if storage_gb is not None:
+        changes["storage_quota_bytes"] = int(storage_gb * (1 << 30)) or None
+    with operator(var) as one:
+        tenant = tenants.set_limits(one.objects, name, **changes)
+        used = usage.month_so_far(one.ledger.client, name)
+        stored = usage.stored_bytes(one.objects, name)
+    row = {
+        "tenant": name,
+        "monthly_worker_s": tenant.monthly_worker_s,
+        "used_worker_s": round(used["worker_s"] + used["backbone_s"], 3),
+        "storage_quota_bytes": tenant.storage_quota_bytes,
+        "stored_bytes": stored,
+    }
     emit(row, format, table_of([row]))
 
 

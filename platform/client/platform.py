@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import redis
 
+from vla_platform.client.checkpoints import CheckpointShelf
 from vla_platform.client.connection import Connection, answers
 from vla_platform.client.environments import RemoteEnvironment
 from vla_platform.client.inference import DEFAULT_TIMEOUT_S, InferenceProxy
 from vla_platform.client.payload_queue import PayloadQueue
 from vla_platform.client.runs import Run
+from vla_platform.client.schedules import ScheduleBook
+from vla_platform.control.usage import Statement, statements
 from vla_platform.envs.base import Observation
 from vla_platform.envs.harnesses import check_request
 from vla_platform.envs.remote_protocol import request_text
@@ -24,10 +26,9 @@ from vla_platform.errors import AccessError, NotFoundError, SpecError
 from vla_platform.inference.protocol import Prediction
 from vla_platform.specs import WorkloadSpec, canonical_json, parse_spec
 from vla_storage.checkpoints import CheckpointStore
-from vla_storage.manifests import Manifest
 
 
-class Platform(PayloadQueue):
+class Platform(PayloadQueue, CheckpointShelf, ScheduleBook):
     """One tenant's session. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(self, url: str) -> None:
@@ -176,6 +177,10 @@ class Platform(PayloadQueue):
             client.close()
             raise
 
+    def usage(self, month: str) -> list[Statement]:
+        """What was used on each day of a month such as `2026-11` (UTC)."""
+        return statements(self._connection.objects, f"{self.tenant}/usage/", month=month)
+
     def run(self, run_id: str) -> Run:
         """A run submitted earlier. Raises `NotFoundError`."""
         found = Run(self._connection, run_id)
@@ -187,24 +192,3 @@ class Platform(PayloadQueue):
         with answers():
             ids = self._connection.redis.zrevrange(self._connection.key("workloads"), 0, -1)
         return [Run(self._connection, run_id) for run_id in ids]
-
-    def checkpoints(self, policy: str, run_id: str | None = None) -> list[Manifest]:
-        """Visible checkpoints of a policy, oldest first."""
-        refs = self._checkpoints.list(policy, run_id)
-        found = [self._checkpoints.manifest(ref.id) for ref in refs]
-        return sorted(found, key=lambda manifest: (manifest.created, manifest.step))
-
-    def verify(self, checkpoint_id: str) -> Manifest:
-        """Read every object of a checkpoint and compare sizes and digests."""
-        return self._checkpoints.verify(checkpoint_id)
-
-    def download(self, checkpoint_id: str, folder: Path | str) -> Path:
-        """Fetch a verified checkpoint into a folder of its own below `folder`."""
-        manifest = self._checkpoints.verify(checkpoint_id)
-        target = Path(folder) / checkpoint_id.replace("/", "-")
-        target.mkdir(parents=True, exist_ok=True)
-        prefix = self._checkpoints.policy_prefix(manifest.policy, manifest.workload_id)
-        for entry in manifest.objects:
-            key = f"{prefix}{manifest.step:010d}/{entry.relative_key}"
-            (target / entry.name).write_bytes(self._connection.objects.get(key))
-        return target

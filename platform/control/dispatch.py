@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from celery import current_app
+from celery.schedules import crontab
 
 from vla_platform.broker import evaluation_queue, queue, rollout_queue
 from vla_platform.control.states import Stage
+from vla_platform.specs.cron import hint_minutes
 
 
 def prepare(tenant: str, workload: str) -> None:
@@ -80,3 +82,30 @@ def evaluate(*, suite_name: str, **arguments: Any) -> None:
         kwargs={"suite_name": suite_name, **arguments},
         queue=queue(evaluation_queue(suite_name.partition("/")[0])),
     )
+
+
+def schedule_hint(tenant: str, name: str, *, cron: str, timezone: str) -> None:
+    """RedBeat's entry for one schedule: looks whenever a firing may fall, whatever the offset."""
+    from redbeat import RedBeatSchedulerEntry  # environment hosts lack it, and send no hints
+
+    minutes = ",".join(map(str, sorted(hint_minutes(cron, timezone))))
+    RedBeatSchedulerEntry(
+        hint_name(tenant, name),
+        task="control.look_at_schedule",
+        schedule=crontab(minute=minutes),
+        kwargs={"tenant": tenant, "name": name},
+        app=current_app,
+    ).save()
+
+
+def remove_hint(tenant: str, name: str) -> None:
+    from redbeat import RedBeatSchedulerEntry
+
+    RedBeatSchedulerEntry(
+        hint_name(tenant, name), task="control.look_at_schedule", schedule=crontab(),
+        app=current_app,
+    ).delete()  # fmt: skip
+
+
+def hint_name(tenant: str, name: str) -> str:
+    return f"schedule:{tenant}:{name}"

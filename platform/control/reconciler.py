@@ -6,7 +6,7 @@ import logging
 
 import redis
 
-from vla_platform.control import dispatch, production
+from vla_platform.control import dispatch, production, schedules, usage
 from vla_platform.control.outcomes import finish_if_through, record_outcomes
 from vla_platform.control.payload_access import restore_payload_access
 from vla_platform.control.recovery import recover_if_lost
@@ -18,6 +18,7 @@ from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import StorageError
 
 COLLECT_S = 60.0
+SCHEDULES_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +48,14 @@ def reconcile(services: Services) -> Due:
     record_outcomes(services)
     clear_partitions(services)
     keep_payloads(services)
+    schedules.look_at_due(services)
+    if services.ledger.is_due("schedules", every_s=SCHEDULES_S):
+        for tenant in services.ledger.client.smembers(TENANTS_KEY):
+            schedules.restore(services, tenant)
+            schedules.resend_lost(services, tenant)
+            schedules.look_at_claimed(services, tenant)
+    if services.ledger.is_due("usage", every_s=usage.WRITE_S):
+        usage.write_statements(services)
     return due
 
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from vla_platform.errors import TenantError
 from vla_storage.errors import ObjectNotFoundError
 from vla_storage.objects import ObjectStore
 from vla_storage.payloads import DEFAULT_QUOTA_BYTES
@@ -19,11 +20,22 @@ class Tenant:
     tenant_id: str
     password_sha256: str
     payload_quota_bytes: int = DEFAULT_QUOTA_BYTES
+    storage_quota_bytes: int | None = None  # in the object store; None: no limit
+    monthly_worker_s: float | None = None  # of training and of inference; None: no limit
     version: int = 1
 
 
 def record_key(name: str) -> str:
     return f"platform/tenants/{name}.json"
+
+
+def read_tenant(objects: ObjectStore, name: str) -> Tenant:
+    """Raises `TenantError`."""
+    try:
+        raw: dict[str, Any] = json.loads(objects.get(record_key(name)))
+    except ObjectNotFoundError:
+        raise TenantError(f"no tenant {name}", tenant=name) from None
+    return Tenant(**raw)
 
 
 def list_tenants(objects: ObjectStore) -> list[Tenant]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
@@ -23,7 +23,7 @@ from vla_platform.control.payload_access import (
 from vla_platform.control.tenant_records import TENANTS_KEY, Tenant, list_tenants, record_key
 from vla_platform.errors import TenantError
 from vla_platform.specs import check_name
-from vla_storage.errors import ObjectExistsError
+from vla_storage.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError
 from vla_storage.objects import ObjectStore, S3Admin
 from vla_storage.payloads import DEFAULT_QUOTA_BYTES
 
@@ -121,6 +121,22 @@ def remove_tenant(
         remove_payload_access(payload_client, name)
     iam.delete_tenant(name)
     objects.delete(record_key(name))
+
+
+def set_limits(objects: ObjectStore, name: str, **limits: float | int | None) -> Tenant:
+    """Change `monthly_worker_s` or `storage_quota_bytes` of a tenant; None: no limit."""
+    for _ in range(100):
+        try:
+            raw, etag = objects.get_with_etag(record_key(name))
+        except ObjectNotFoundError:
+            raise TenantError(f"no tenant {name}", tenant=name) from None
+        changed = replace(Tenant(**json.loads(raw)), **limits)  # type: ignore[arg-type]
+        try:
+            objects.put(record_key(name), json.dumps(asdict(changed)).encode(), if_match=etag)
+        except ObjectChangedError:
+            continue
+        return changed
+    raise TenantError(f"the record of {name} keeps changing; try again", tenant=name)
 
 
 def restore_acls(client: Any, objects: ObjectStore) -> list[str]:

@@ -11,11 +11,12 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from vla_platform.control import admission, dispatch
+from vla_platform.control import admission, dispatch, usage
 from vla_platform.control.ledger import workload_id
 from vla_platform.control.outcomes import record_outcome
 from vla_platform.control.services import Services
 from vla_platform.control.states import JobState, Lifecycle, Stage
+from vla_platform.control.tenant_records import read_tenant
 from vla_platform.control.training_job import TrainingJob
 from vla_platform.errors import ConflictError, NotFoundError, QuotaError, SpecError
 from vla_platform.specs import (
@@ -44,6 +45,7 @@ def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
         # An id that was returned once is returned again, whatever became of the data since.
         if services.ledger.workload(run)["spec_digest"] == digest:
             return run
+    usage.check_budget(services, read_tenant(services.objects, tenant))
     signature = admission.check(services, tenant, spec)
     try:
         services.objects.put(spec_key(tenant, run), content, if_absent=True)

@@ -19,6 +19,7 @@ from typing import Any
 import redis
 from prometheus_client import Counter, Gauge, start_http_server
 
+from vla_platform.control import usage
 from vla_platform.metrics.events import PLATFORM_STREAM
 from vla_platform.settings import load_settings
 from vla_storage.errors import StorageError
@@ -55,8 +56,9 @@ def collect(client: Any, objects: ObjectStore, *, block_ms: int = BLOCK_MS) -> i
         found = client.xreadgroup(GROUP, CONSUMER, {PLATFORM_STREAM: start}, BATCH, block=wait)
         entries = found[0][1] if found else []
         if entries:
-            _store(objects, [(entry, json.loads(fields["event"])) for entry, fields in entries])
-            client.xack(PLATFORM_STREAM, GROUP, *[entry for entry, _ in entries])
+            events = [(entry, json.loads(fields["event"])) for entry, fields in entries]
+            _store(objects, events)
+            _acknowledge(client, events)
             return len(entries)
     return 0
 
@@ -67,6 +69,24 @@ def open_group(client: Any) -> None:
     except redis.ResponseError as error:
         if "BUSYGROUP" not in str(error):
             raise
+
+
+def _acknowledge(client: Any, entries: list[Entry]) -> None:
+    """Done with, and counted as used, in one transaction: neither without the other."""
+    day = usage.today(client)
+    with client.pipeline() as pipe:
+        pipe.xack(PLATFORM_STREAM, GROUP, *[entry for entry, _ in entries])
+        for _, event in entries:
+            if event["kind"] == "inference":
+                amounts: dict[str, float] = {
+                    str(usage.Use.BACKBONE_S): event["values"]["backbone_s"],
+                    str(usage.Use.REQUESTS): event["values"]["requests"],
+                }
+                usage.count(
+                    pipe, event["tenant"], day, policy="-", workload=event["workload"],
+                    amounts=amounts,
+                )  # fmt: skip
+        pipe.execute()
 
 
 def _store(objects: ObjectStore, entries: list[Entry]) -> None:

@@ -54,7 +54,7 @@ def parse_spec_json(text: str | bytes) -> WorkloadSpec:
         # The JSON mode of pydantic's strict validation takes lists for tuples, and nothing more.
         return _ADAPTER.validate_json(json.dumps(document))
     except ValidationError as error:
-        raise _spec_error(error.errors(include_url=False)) from error
+        raise spec_error(error.errors(include_url=False)) from error
 
 
 def parse_spec_yaml(text: str) -> WorkloadSpec:
@@ -123,7 +123,8 @@ _UniqueKeyLoader.add_implicit_resolver(
 )
 
 
-def _spec_error(errors: Iterable[ErrorDetails]) -> SpecError:
+def spec_error(errors: Iterable[ErrorDetails]) -> SpecError:
+    """pydantic's report as one error."""
     problems = [_problem(error) for error in errors]
     lines = [
         f"{p['field'] or 'spec'}: {p['problem']}" + (f" ({p['hint']})" if p["hint"] else "")

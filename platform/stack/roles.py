@@ -77,12 +77,19 @@ def _flower(environment: dict[str, str]) -> tuple[str, ...]:
 
 ROLES: tuple[Role, ...] = (
     _worker("control", "control", concurrency=4),
-    _worker("sft", "sft,advantages", concurrency=8),
+    _worker("sft", "sft,advantages,audit", concurrency=8),
     _worker("gpu", "training", concurrency=1, stop_s=45.0),
     Role(
         name="beat",
         command=lambda _: _celery(
-            *("beat", "-S", "redbeat.RedBeatScheduler", "--loglevel", "INFO", "--pidfile=")
+            *(
+                "beat",
+                "-S",
+                "vla_platform.control.beat.Scheduler",
+                "--loglevel",
+                "INFO",
+                "--pidfile=",
+            )
         ),
     ),
     Role(name="flower", command=_flower, ready=Ready.HTTP, port=True),

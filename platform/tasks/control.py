@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from celery import shared_task
 
-from vla_platform.control import reconciler
+from vla_platform.control import reconciler, schedules
 from vla_platform.control.services import services
 
 
@@ -16,3 +16,8 @@ def reconcile() -> None:
 @shared_task(name="control.restore_tenants", ignore_result=True)
 def restore_tenants() -> list[str]:
     return reconciler.restore_tenants(services())
+
+
+@shared_task(name="control.look_at_schedule", ignore_result=True)
+def look_at_schedule(tenant: str, name: str) -> list[str]:
+    return schedules.look_at(services(), tenant, name)

@@ -10,7 +10,7 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform.broker import INGRESS_PREFIX, tenant_of
-from vla_platform.control import environments, explanation, workloads
+from vla_platform.control import environments, explanation, schedules, workloads
 from vla_platform.control.services import services
 from vla_storage.errors import CodedError
 
@@ -69,6 +69,21 @@ def submit_batch(
         request_id,
         lambda tenant: workloads.submit_batch(services(), tenant, run, job_id, fence, samples),
     )
+
+
+@shared_task(name="ingress.schedule", bind=True, ignore_result=True)
+def schedule(self: Task, request_id: str, schedule: str) -> None:
+    least_s = services().settings.min_schedule_s
+    _answer(
+        self,
+        request_id,
+        lambda tenant: schedules.add(services(), tenant, schedule, min_interval_s=least_s),
+    )
+
+
+@shared_task(name="ingress.change_schedule", bind=True, ignore_result=True)
+def change_schedule(self: Task, request_id: str, name: str, change: str) -> None:
+    _answer(self, request_id, lambda tenant: schedules.change(services(), tenant, name, change))
 
 
 def _answer(task: Task, request_id: str, call: Callable[[str], Any]) -> None:

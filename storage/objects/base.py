@@ -63,8 +63,15 @@ class ObjectStore(ABC):
         """Raises `ObjectNotFoundError`."""
 
     @abstractmethod
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key begins with `prefix`, in key order."""
+    def chunks(self, key: str, *, size_bytes: int = 1 << 20) -> Iterator[bytes]:
+        """One version of an object in parts of at most `size_bytes`, without holding all of it.
+
+        Raises `ObjectNotFoundError`, at the first part.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key begins with `prefix` and sorts after `after`, in key order."""
 
     @abstractmethod
     def delete(self, key: str) -> None:

@@ -59,9 +59,14 @@ class MemoryObjectStore(ObjectStore):
         content, etag, modified = self._find(key)
         return ObjectInfo(key=key, size=len(content), etag=etag, modified=modified)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def chunks(self, key: str, *, size_bytes: int = 1 << 20) -> Iterator[bytes]:
+        content = self._find(key)[0]
+        for start in range(0, len(content), size_bytes):
+            yield content[start : start + size_bytes]
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         with self._lock:
-            found = sorted(key for key in self._objects if key.startswith(prefix))
+            found = sorted(k for k in self._objects if k.startswith(prefix) and k > after)
         for key in found:
             try:
                 yield self.head(key)

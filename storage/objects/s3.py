@@ -145,10 +145,17 @@ class S3ObjectStore(ObjectStore):
             modified=reply["LastModified"].timestamp(),
         )
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def chunks(self, key: str, *, size_bytes: int = 1 << 20) -> Iterator[bytes]:
+        with _translated(key):
+            reply = self._client.get_object(Bucket=self.bucket, Key=key)
+            with contextlib.closing(reply["Body"]) as body:
+                yield from body.iter_chunks(size_bytes)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        start = {"StartAfter": after} if after else {}
         with _translated(prefix):
             pages = self._client.get_paginator("list_objects_v2")
-            for page in pages.paginate(Bucket=self.bucket, Prefix=prefix):
+            for page in pages.paginate(Bucket=self.bucket, Prefix=prefix, **start):
                 for item in page.get("Contents", []):
                     yield ObjectInfo(
                         key=item["Key"],
@@ -156,6 +163,17 @@ class S3ObjectStore(ObjectStore):
                         etag=item["ETag"],
                         modified=item["LastModified"].timestamp(),
                     )
+
+    def presigned_url(self, key: str, *, expires_s: int) -> str:
+        """A link with which anybody can read this one object until `expires_s` are over."""
+        with _translated(key):
+            return str(
+                self._client.generate_presigned_url(
+                    "get_object",
+                    Params={"Bucket": self.bucket, "Key": check_key(key)},
+                    ExpiresIn=expires_s,
+                )
+            )
 
     def delete(self, key: str) -> None:
         with _translated(key):

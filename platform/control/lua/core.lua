@@ -14,6 +14,7 @@
 --   vla:weights                  hash   tenant -> its share; 1 where absent
 --   vla:charged                  zset   tenants with running workloads -> cost (s) / weight
 --   vla:usage:<tenant>           hash   worker_s, samples, jobs, dropped:<policy>:<reason>
+--   vla:use:<tenant>:<day>       hash   <policy>|<workload>|<what> -> amount; see usage.py
 --   vla:rollouts                 set    jobs whose environments step now
 --   vla:policy:<policy_key>      hash   running workload, policy_version, slot owner and fence
 --   vla:workers                  zset   training worker -> when it counts as dead (ms)
@@ -217,12 +218,24 @@ local function through(w, position, step)
   return position >= tonumber(w.total_positions)
 end
 
-local function charge(tenant, cost_s, samples)
+-- What tenants use by day, policy and workload; see usage.py.
+local function use(tenant, policy_key, workload, amounts)
+  local key = 'vla:use:' .. tenant .. ':' .. math.floor(now_ms() / 86400000)
+  local place = (string.match(policy_key, '^[^/]+/(.*)$') or policy_key) .. '|' .. workload .. '|'
+  for what, amount in pairs(amounts) do
+    redis.call('HINCRBYFLOAT', key, place .. what, amount)
+    redis.call('HINCRBYFLOAT', key, '||' .. what, amount)
+  end
+  redis.call('EXPIRE', key, 40 * 86400)
+end
+
+local function charge(tenant, cost_s, samples, policy_key, workload)
   local weight = tonumber(redis.call('HGET', 'vla:weights', tenant) or 1)
   redis.call('ZADD', 'vla:charged', 'XX', 'INCR', cost_s / weight, tenant)
   redis.call('HINCRBYFLOAT', 'vla:usage:' .. tenant, 'worker_s', cost_s)
   redis.call('HINCRBY', 'vla:usage:' .. tenant, 'samples', samples)
   redis.call('HINCRBY', 'vla:usage:' .. tenant, 'jobs', 1)
+  use(tenant, policy_key, workload, {worker_s = cost_s, samples = samples, jobs = 1})
 end
 
 -- A worker that went silent: what it held can be leased by others.

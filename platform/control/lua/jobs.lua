@@ -111,6 +111,10 @@ local function mark(_, args)
   redis.call('HSET', key, unpack(flat))
   if j.state == 'reserved' then
     redis.call('ZADD', 'vla:w:' .. j.workload .. ':jobs', '+inf', job_id)
+    if j.task_type == 'rl' then
+      local began = tonumber(redis.call('HGET', key, 'created'))
+      use(j.tenant_id, j.policy_key, j.workload, {simulator_s = (now_ms() - began) / 1000})
+    end
   end
   if state ~= 'ready' then
     wake('vla:room:' .. j.workload) -- its environments are free for the next rollout
@@ -225,7 +229,7 @@ local function complete(_, args)
   end
   redis.call('HDEL', key .. ':attempts', j.position)
   end_job(job_id, 'completed', '', j, at)
-  charge(j.tenant_id, tonumber(args[6]), tonumber(args[7]))
+  charge(j.tenant_id, tonumber(args[6]), tonumber(args[7]), j.policy_key, j.workload)
   local position = tonumber(j.position) + 1
   while w.kind == 'rl' and redis.call('SREM', key .. ':gone', position) == 1 do
     position = position + 1

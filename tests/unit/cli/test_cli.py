@@ -35,7 +35,8 @@ def test_check_prints_the_effective_spec(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["check", str(file), "--print-config"])
     assert shown.exit_code == 0
     assert json.loads(shown.output)["batch_size"] == 8
-    assert "properties" in json.loads(CliRunner().invoke(app, ["check", "--schema"]).output)
+    schema = json.loads(CliRunner().invoke(app, ["check", "--schema"]).output)
+    assert set(schema["discriminator"]["mapping"]) == {"sft", "rl"}
 
 
 def test_a_wrong_spec_is_one_line_and_status_2(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""A tenant's evaluations by cron, and what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vla_platform.client.connection import Connection, answers
+from vla_platform.control.schedule_policy import ScheduleState
+from vla_platform.control.schedules import firing_table, parse_schedule, state_key
+from vla_platform.control.trends import Point, read_trend
+from vla_platform.envs.evaluation_records import EvaluationArchive, EvaluationRecord
+from vla_platform.errors import NotFoundError
+from vla_platform.specs import canonical_json
+from vla_platform.specs.evaluation import EvaluationSchedule, EvaluationSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """A schedule that the platform has taken."""
+
+    name: str
+    next: tuple[str, ...]  # coming firings in its zone, ISO 8601 with offset
+
+
+class ScheduleBook:
+    """Mixed into `Platform`."""
+
+    tenant: str
+    _connection: Connection
+
+    def schedule(
+        self,
+        spec: EvaluationSpec | Mapping[str, Any],
+        *,
+        name: str,
+        cron: str,
+        timezone: str = "UTC",
+        overlap: str = "skip",
+        missed: str = "run_once",
+        timeout_s: float = 60.0,
+    ) -> Scheduled:
+        """Evaluate by cron from now on; the version is resolved once at each firing.
+
+        `cron` has five fields. `overlap` says what happens while the one before still runs: skip,
+        queue or allow; `missed`, what becomes of firings that nobody served: run_once or record.
+        Raises `SpecError`, `ConflictError` (the name is taken), `QuotaError`, `NotFoundError`.
+        """
+        checked = self.check_schedule(
+            spec, name=name, cron=cron, timezone=timezone, overlap=overlap, missed=missed
+        )
+        answer = self._connection.call(
+            "ingress.schedule",
+            timeout_s=timeout_s,
+            shown=f"{self.tenant}/{name}",
+            schedule=canonical_json(checked.model_dump(mode="json")).decode(),
+        )
+        return Scheduled(name=answer["schedule"], next=tuple(answer["next"]))
+
+    def check_schedule(
+        self, spec: EvaluationSpec | Mapping[str, Any], **given: str
+    ) -> EvaluationSchedule:
+        """The schedule as it would be sent; `firing_table` tells when it fires."""
+        evaluation = (
+            spec.model_dump(mode="json") if isinstance(spec, EvaluationSpec) else dict(spec)
+        )
+        return parse_schedule(canonical_json({**given, "evaluation": evaluation}))
+
+    def schedules(self) -> list[ScheduleState]:
+        """All schedules of the tenant, by name; one that cannot be read is left out."""
+        with answers():
+            raw = self._connection.redis.hgetall(state_key(self.tenant))
+        found = []
+        for _, text in sorted(raw.items()):
+            try:
+                found.append(ScheduleState.from_json(text))
+            except ValueError:
+                continue
+        return found
+
+    def change_schedule(self, name: str, change: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """`pause`, `resume`, `run-now` or `remove`. Raises `NotFoundError`."""
+        answer: dict[str, Any] = self._connection.call(
+            "ingress.change_schedule",
+            timeout_s=timeout_s,
+            shown=f"{self.tenant}/{name}",
+            name=name,
+            change=change,
+        )
+        return answer
+
+    def evaluations(self, policy: str) -> list[Point]:
+        """The policy's finished evaluations, oldest first."""
+        return read_trend(self._connection.objects, self.tenant, policy)
+
+    def evaluation(self, evaluation_id: str) -> EvaluationRecord:
+        """With every episode. Raises `NotFoundError` before its end."""
+        archive = EvaluationArchive(self._connection.objects, self.tenant, evaluation_id)
+        record = archive.record()
+        if record is None:
+            raise NotFoundError(
+                f"no finished evaluation {evaluation_id[:128]}", evaluation=evaluation_id[:128]
+            )
+        return record
+
+    def film(self, key: str) -> bytes:
+        """The MP4 of an episode, by the key in its record."""
+        return self._connection.objects.get(key)
+
+
+__all__ = ["ScheduleBook", "Scheduled", "firing_table"]

@@ -1,0 +1,438 @@
+"""The auditor: walks a tenant's prefix in listing order and says what is wrong. Deletes nothing.
+
+Memory stays flat: one folder, a window of manifests under way, and a bounded number of findings.
+A folder whose listing (keys, sizes, etags) is what an earlier audit found whole is not read again,
+so a shallow audit costs little more than the listing; a deep one trusts nothing and reads all.
+What looks wrong is looked at a second time at the end: saves and retention go on meanwhile. An
+audit that was stopped goes on where it had got to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from vla_storage.audit_archive import AuditArchive, Seal
+from vla_storage.audit_checks import Checked, check_folder, check_lineage, manifest_or_none
+from vla_storage.audit_findings import AuditReport, Counts, Finding, FindingKind, Severity
+from vla_storage.audit_folders import Folder, Kind, folders, is_tenant
+from vla_storage.checkpoint_types import CheckpointRef
+from vla_storage.checkpoints import MANIFEST, CheckpointStore
+from vla_storage.errors import (
+    CheckpointError,
+    InvalidKeyError,
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+)
+from vla_storage.manifests import Manifest
+from vla_storage.marks import Marks, read_marks
+from vla_storage.objects.base import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+MOST_FINDINGS = 10_000
+_SEALS_PER_PART = 5000
+_WINDOW = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditRules:
+    """What an audit is measured against."""
+
+    grace_s: float = 3600.0  # objects without a manifest may belong to a save this long
+    quota_bytes: int | None = None
+    quota_warning: float = 0.9  # share of the quota
+    settle_s: float = 1.0  # before the second look
+    save_every_s: float = 10.0
+    stale_s: float = 24 * 3600.0  # progress older than this is begun anew
+    num_threads: int = 4
+    spec_key: Callable[[str, str], str] | None = None
+    """`spec_key(tenant, workload)`: the object whose SHA-256 is the lineage's spec digest."""
+
+
+@dataclass(kw_only=True)
+class _State:
+    """What survives a stop."""
+
+    audit_id: str
+    deep: bool
+    started: float
+    generation: int
+    after: str = ""
+    parts: int = 0
+    resumed: int = 0
+    counts: Counts = field(default_factory=Counts)
+    findings: list[Finding] = field(default_factory=list)
+    suspects: list[str] = field(default_factory=list)  # prefixes to look at again
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> _State:
+        known = {name: raw[name] for name in cls.__dataclass_fields__}
+        known["counts"] = Counts(**raw["counts"])
+        known["findings"] = [Finding.from_dict(one) for one in raw["findings"]]
+        return cls(**known)
+
+
+class Auditor:
+    """`stopping()` is asked between folders: True ends the audit there, to be gone on with."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        *,
+        signing_key: bytes,
+        rules: AuditRules | None = None,
+        clock: Callable[[], float] = time.time,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._objects = objects
+        self._key = signing_key
+        self._rules = rules or AuditRules()
+        self._clock = clock
+        self._stopping = stopping
+
+    def audit(self, tenant: str, *, deep: bool = False) -> AuditReport | None:
+        """Walk the tenant's prefix and keep the report; None where it was stopped.
+
+        Raises `ObjectChangedError` where another audit of the tenant took over.
+        """
+        walk = _Walk(self._objects, tenant, self._key, self._rules, self._clock, deep=deep)
+        with ThreadPoolExecutor(self._rules.num_threads, "audit") as pool:
+            if not walk.run(pool, self._stopping):
+                return None
+            walk.look_again()
+        return walk.finish()
+
+
+class _Walk:
+    def __init__(
+        self, objects: ObjectStore, tenant: str, key: bytes, rules: AuditRules,
+        clock: Callable[[], float], *, deep: bool,
+    ) -> None:  # fmt: skip
+        self._objects, self._tenant, self._key = objects, tenant, key
+        self._rules, self._clock = rules, clock
+        self._store = CheckpointStore(objects=objects, tenant_id=tenant, signing_key=key)
+        self._archive = AuditArchive(objects, tenant)
+        last = self._archive.latest()
+        self._state, self._etag = self._begin(last, deep)
+        # A deep audit trusts nothing; one whose listing was cut short has nothing to trust.
+        trusted = last is not None and not deep
+        self._old = (
+            self._archive.seals(last.generation, last.index_parts) if trusted and last else iter(())
+        )
+        self._old_head: Seal | None = next(self._old, None)
+        self._new: list[Seal] = []
+        self._saved = time.monotonic()
+        self._before: tuple[CheckpointRef, Manifest | None] | None = None
+        self._marks: tuple[str, Marks] = ("", Marks())
+        self._spec: tuple[str, str] = ("", "")
+        self._parents: dict[CheckpointRef, bool] = {}
+
+    def _begin(self, last: AuditReport | None, deep: bool) -> tuple[_State, str | None]:
+        left, etag = self._archive.progress()
+        now = self._clock()
+        if left and left["deep"] == deep and now - left["started"] < self._rules.stale_s:
+            state = _State.from_dict(left)
+            # One that was stopped between its report and this mark has nothing left to do.
+            if last is None or last.audit_id != state.audit_id:
+                state.resumed += 1
+                return state, etag
+        stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%S")
+        # The store's order of reports is that of their beginnings, also within one second.
+        millis = int(now % 1 * 1000)
+        state = _State(
+            audit_id=f"{stamp}.{millis:03d}Z-{secrets.token_hex(3)}",
+            deep=deep,
+            started=now,
+            generation=1 - last.generation if last else 0,
+        )
+        return state, etag
+
+    def run(self, pool: ThreadPoolExecutor, stopping: Callable[[], bool]) -> bool:
+        self._save()
+        waiting: deque[tuple[Folder, str, Future[Checked] | None, Seal | None]] = deque()
+        items = self._objects.list(f"{self._tenant}/", after=self._state.after)
+        for folder in folders(items, self._tenant):
+            if stopping():
+                break
+            seal = folder.seal(self._key) if folder.kind is Kind.CHECKPOINT else ""
+            known = self._known(folder.prefix) if seal else None
+            checked: Future[Checked] | None = None
+            if folder.kind is not Kind.AREA and not (known and known.seal == seal):
+                checked = pool.submit(self._check, folder)
+                known = None
+            waiting.append((folder, seal, checked, known))
+            if len(waiting) >= _WINDOW:
+                self._take(*waiting.popleft())
+        else:
+            while waiting:
+                self._take(*waiting.popleft())
+            self._save()
+            return True
+        while waiting:
+            self._take(*waiting.popleft())
+        self._save()
+        return False
+
+    def _check(self, folder: Folder) -> Checked:
+        return check_folder(
+            self._store, folder, deep=self._state.deep, now=self._clock(),
+            grace_s=self._rules.grace_s,
+        )  # fmt: skip
+
+    def _known(self, prefix: str) -> Seal | None:
+        """The old seal of a folder; both run in listing order, so neither is ever searched."""
+        while self._old_head is not None and self._old_head.prefix < prefix:
+            self._old_head = next(self._old, None)
+        found = self._old_head
+        return found if found is not None and found.prefix == prefix else None
+
+    def _take(
+        self, folder: Folder, seal: str, checked: Future[Checked] | None, known: Seal | None
+    ) -> None:
+        state, counts = self._state, self._state.counts
+        counts.objects += folder.num_objects
+        counts.size_bytes += folder.size_bytes
+        area = folder.prefix.split("/")[1] or "."
+        counts.bytes_by_area[area] = counts.bytes_by_area.get(area, 0) + folder.size_bytes
+        findings: list[Finding] = []
+        if folder.kind is Kind.CHECKPOINT and folder.ref is not None:
+            findings += self._expired(folder.ref, folder.prefix)
+        if known is not None and folder.ref is not None:
+            counts.checkpoints += 1
+            counts.unchanged += 1
+            self._new.append(known)
+            self._before = (folder.ref, None)
+            findings += self._lost_parent(known)
+        elif checked is not None:
+            found = checked.result()
+            counts.bytes_read += found.bytes_read
+            counts.saves_in_progress += found.in_progress
+            findings += found.findings
+            if found.manifest is not None and folder.ref is not None:
+                counts.checkpoints += 1
+                counts.checked += 1
+                findings += self._lineage(found.manifest, folder)
+                if not findings and not found.in_progress:
+                    self._new.append(
+                        Seal(prefix=folder.prefix, seal=seal, parent=_outer(found.manifest))
+                    )
+                self._before = (folder.ref, found.manifest)
+        if findings and folder.kind is not Kind.STRAY and len(state.suspects) < MOST_FINDINGS:
+            state.suspects.append(folder.prefix)
+        else:
+            self._report(findings)
+        state.after = folder.last_key
+        if len(self._new) >= _SEALS_PER_PART:
+            self._write_seals()
+        if time.monotonic() - self._saved > self._rules.save_every_s:
+            self._save()
+
+    def _report(self, findings: list[Finding]) -> None:
+        for one in findings:
+            kinds = self._state.counts.findings
+            kinds[one.kind] = kinds.get(one.kind, 0) + 1
+            if len(self._state.findings) < MOST_FINDINGS:
+                self._state.findings.append(one)
+
+    def look_again(self) -> None:
+        """What a save or a removal was in the middle of is whole or gone by now."""
+        suspects = self._state.suspects
+        if suspects:
+            time.sleep(self._rules.settle_s)
+        for prefix in suspects:
+            items = self._objects.list(prefix)
+            for folder in folders(items, self._tenant):
+                findings: list[Finding] = []
+                checked = self._check(folder)
+                findings += checked.findings
+                if folder.ref is not None:
+                    findings += self._expired(folder.ref, folder.prefix)
+                    if checked.manifest is not None:
+                        self._before = self._one_before(folder.ref)
+                        findings += self._lineage(checked.manifest, folder)
+                self._report(findings)
+        self._state.suspects = []
+
+    def _one_before(self, ref: CheckpointRef) -> tuple[CheckpointRef, None] | None:
+        earlier = [
+            one for one in self._store.list(ref.policy, ref.workload_id) if one.step < ref.step
+        ]
+        return (earlier[-1], None) if earlier else None
+
+    def finish(self) -> AuditReport:
+        state, rules = self._state, self._rules
+        used, quota = state.counts.size_bytes, rules.quota_bytes
+        if quota is not None and used > rules.quota_warning * quota:
+            over = used > quota
+            finding = Finding(
+                kind=FindingKind.QUOTA,
+                severity=Severity.ERROR if over else Severity.WARNING,
+                tenant=self._tenant,
+                key=f"{self._tenant}/",
+                message=f"stores {used} of {quota} bytes",
+                details={"size_bytes": used, "quota_bytes": quota},
+            )
+            self._report([finding])
+        self._write_seals()
+        report = AuditReport(
+            audit_id=state.audit_id,
+            tenant=self._tenant,
+            deep=state.deep,
+            started=state.started,
+            finished=self._clock(),
+            counts=state.counts,
+            findings=tuple(
+                sorted(state.findings, key=lambda one: (-one.severity.rank, one.key, one.kind))
+            ),
+            generation=state.generation,
+            index_parts=state.parts,
+            resumed=state.resumed,
+        )
+        try:
+            self._archive.keep(report)
+        except ObjectExistsError:
+            return self._archive.report(report.audit_id)
+        return report
+
+    def _save(self) -> None:
+        self._write_seals()
+        try:
+            self._etag = self._archive.save_progress(self._state.to_dict(), self._etag)
+        except (ObjectExistsError, ObjectChangedError) as error:
+            raise ObjectChangedError(
+                f"another audit of {self._tenant} took over", tenant=self._tenant
+            ) from error
+        self._saved = time.monotonic()
+
+    def _write_seals(self) -> None:
+        if self._new:
+            self._archive.write_seals(self._state.generation, self._state.parts, self._new)
+            self._state.parts += 1
+            self._new = []
+
+    def _lineage(self, manifest: Manifest, folder: Folder) -> list[Finding]:
+        before = None
+        if self._before is not None:
+            ref, before = self._before
+            if (ref.policy, ref.workload_id) != (manifest.policy, manifest.workload_id):
+                before = None
+            elif before is None:
+                before = manifest_or_none(self._store, ref.id)
+        return list(
+            check_lineage(
+                manifest,
+                before,
+                key=folder.prefix + MANIFEST,
+                parent_is_there=self._is_there,
+                spec_digest=self._spec_digest(manifest.workload_id),
+            )
+        )
+
+    def _spec_digest(self, workload: str) -> str | None:
+        """Of the stored spec; empty where there is none, None where nobody asks."""
+        if self._rules.spec_key is None:
+            return None
+        if self._spec[0] != workload:
+            try:
+                text = self._objects.get(self._rules.spec_key(self._tenant, workload))
+                self._spec = (workload, hashlib.sha256(text).hexdigest())
+            except ObjectNotFoundError:
+                self._spec = (workload, "")
+        return self._spec[1]
+
+    def _lost_parent(self, known: Seal) -> list[Finding]:
+        if not known.parent or self._is_there(CheckpointRef.parse(known.parent)):
+            return []
+        return [
+            Finding(
+                kind=FindingKind.BROKEN_LINEAGE,
+                severity=Severity.WARNING,
+                tenant=self._tenant,
+                key=known.prefix + MANIFEST,
+                message=f"its parent {known.parent} is not there: it cannot be made again from "
+                "the start",
+                details={"parent": known.parent},
+            )
+        ]
+
+    def _is_there(self, ref: CheckpointRef) -> bool:
+        if ref not in self._parents:
+            if len(self._parents) > 1000:
+                self._parents.clear()
+            try:
+                self._objects.head(self._store.folder(ref) + MANIFEST)
+                self._parents[ref] = True
+            except ObjectNotFoundError:
+                self._parents[ref] = False
+        return self._parents[ref]
+
+    def _expired(self, ref: CheckpointRef, prefix: str) -> list[Finding]:
+        if self._marks[0] != ref.policy:
+            try:
+                marks = read_marks(self._objects, self._tenant, ref.policy)
+            except CheckpointError as error:
+                marks = Marks()
+                logger.warning("%s", error, extra={"action": "marks_damaged"})
+            self._marks = (ref.policy, marks)
+        marks = self._marks[1]
+        expires = marks.mark(ref).expires
+        late_s = self._clock() - (expires or 0.0)
+        if expires is None or marks.is_kept(ref) or late_s < self._rules.grace_s:
+            return []
+        return [
+            Finding(
+                kind=FindingKind.EXPIRED_RETENTION,
+                severity=Severity.WARNING,
+                tenant=self._tenant,
+                key=prefix,
+                message=f"its time to live was over {late_s / 3600:.1f} h ago",
+                details={"expires": expires},
+            )
+        ]
+
+
+def _outer(manifest: Manifest) -> str:
+    """The parent where it belongs to another run."""
+    parent = manifest.lineage.parent
+    if parent is None:
+        return ""
+    try:
+        ref = CheckpointRef.parse(parent)
+    except InvalidKeyError:
+        return ""
+    same = (ref.policy, ref.workload_id) == (manifest.policy, manifest.workload_id)
+    return "" if same else parent
+
+
+def prefixes(objects: ObjectStore) -> Iterator[str]:
+    """The first segments of all keys of a bucket, with one short listing each."""
+    after = ""
+    while True:
+        first = next(iter(objects.list("", after=after)), None)
+        if first is None:
+            return
+        head = first.key.partition("/")[0]
+        yield head
+        # The character after "/": every key below the prefix sorts before it.
+        after = f"{head}0" if "/" in first.key else first.key
+
+
+def unknown_prefixes(objects: ObjectStore, tenants: set[str]) -> list[str]:
+    """Prefixes of the bucket that belong to no tenant that there is."""
+    return [name for name in prefixes(objects) if is_tenant(name) and name not in tenants]
+
+
+__all__ = ["AuditRules", "Auditor", "prefixes", "unknown_prefixes"]

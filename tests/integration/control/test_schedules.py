@@ -1,0 +1,269 @@
+"""Schedules on a real Valkey: made at run time, fired once whoever looks, isolated from each
+other (F71, B68, B72, PF-47, PF-48)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from vla_platform.control import dispatch, schedules
+from vla_platform.control.beat import IsolatedEntry, Scheduler
+from vla_platform.control.ledger import Ledger
+from vla_platform.control.schedule_policy import ScheduleState
+from vla_platform.errors import ConflictError, NotFoundError, SpecError
+from vla_platform.metrics.events import Event
+from vla_platform.specs import canonical_json
+from vla_storage.objects import MemoryObjectStore
+
+pytestmark = pytest.mark.services
+
+
+@dataclass
+class Kept:
+    events: list[Event] = field(default_factory=list)
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@dataclass
+class Some:
+    ledger: Ledger
+    objects: MemoryObjectStore
+    emitter: Kept
+    sent: list[dict[str, Any]]
+    signing_key: bytes = b"key"
+
+
+@pytest.fixture
+def app(control_redis_url: str) -> Iterator[Celery]:
+    found = Celery("test", broker=control_redis_url)
+    found.conf.update(
+        redbeat_redis_url=control_redis_url, redbeat_key_prefix="vla:beat:",
+        redbeat_lock_timeout=6, beat_max_loop_interval=1, timezone="UTC",
+        redbeat_redis_options={},
+    )  # fmt: skip
+    found.set_current()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def some(app: Celery, control_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    ledger = Ledger.connect(control_redis_url)
+    ledger.load()
+    ledger.client.hset("vla:t:a:policies", "push", "tiny")
+    ledger.publish_version("a/push", 7, base_model="tiny")
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(dispatch, "evaluate", lambda **given: sent.append(given))
+    yield Some(ledger, MemoryObjectStore(), Kept(), sent)
+    ledger.close()
+
+
+def schedule(name: str = "nightly", **changes: Any) -> str:
+    evaluation = {"kind": "evaluation", "policy": "push", "suite": "tabletop/push", "episodes": 4}
+    value = {"kind": "schedule", "name": name, "cron": "0 */6 * * *", "evaluation": evaluation}
+    return canonical_json(value | changes).decode()
+
+
+def add(some: Any, text: str | None = None) -> dict[str, Any]:
+    return schedules.add(some, "a", text or schedule(), min_interval_s=300)
+
+
+def state(some: Any, name: str = "nightly") -> ScheduleState:
+    return ScheduleState.from_json(some.ledger.client.hget("vla:t:a:schedules", name))
+
+
+def make_due(some: Any, name: str = "nightly", ago_s: float = 1.0) -> float:
+    seconds, _ = some.ledger.client.time()
+    due = float(seconds - ago_s)
+    changed = replace(state(some, name), next_due=due)
+    some.ledger.client.hset("vla:t:a:schedules", name, changed.to_json())
+    some.ledger.client.zadd("vla:schedules", {f"a/{name}": due})
+    return due
+
+
+def test_it_is_shown_and_made_and_the_same_again_keeps_its_phase(some: Any, app: Celery) -> None:
+    answer = add(some)
+    assert len(answer["next"]) == 10
+    before = state(some)
+    entry = IsolatedEntry.from_key("vla:beat:schedule:a:nightly", app=app)
+    assert (entry.task, entry.kwargs) == (
+        "control.look_at_schedule",
+        {"tenant": "a", "name": "nightly"},
+    )
+    assert entry.schedule.minute == {0}
+    add(some)
+    assert state(some) == before
+    with pytest.raises(ConflictError):
+        add(some, schedule(cron="30 * * * *"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cron": "* * * * *"},
+        {"cron": "61 * * * *"},
+        {"timezone": "Mars/X"},
+        {"overlap": "sometimes"},
+        {"name": "Night\u0663"},
+        {"evaluation": {"policy": "push", "suite": "nowhere/at-all"}},
+        {"evaluation": {"policy": "push", "suite": "tabletop/push", "episodes": True}},
+    ],
+)
+def test_b67_b68_b70_bad_ones_leave_nothing(some: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(SpecError):
+        add(some, schedule(**changes))
+    assert list(some.objects.list("a/")) == []
+    assert not some.ledger.client.exists("vla:t:a:schedules", "vla:schedules")
+
+
+def test_anothers_policy_and_an_unknown_one_are_the_same(some: Any) -> None:
+    some.ledger.client.hset("vla:t:b:policies", "secret", "tiny")
+    evaluation = {"policy": "secret", "suite": "tabletop/push"}
+    with pytest.raises(NotFoundError):
+        add(some, schedule(evaluation=evaluation))
+
+
+def test_a_firing_resolves_the_version_once_and_happens_once(some: Any) -> None:
+    add(some)
+    due = make_due(some)
+    threads = [
+        threading.Thread(target=schedules.look_at, args=(some, "a", "nightly")) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    schedules.look_at_due(some)
+    assert [one["version"] for one in some.sent] == [7]
+    assert state(some).num_fired == 1
+    evaluation_id = some.sent[0]["evaluation_id"]
+    assert state(some).running == {evaluation_id: due}
+    some.ledger.publish_version("a/push", 8, base_model="tiny")
+    known = schedules.Outstanding.from_json(
+        some.ledger.client.hget("vla:t:a:evaluations", evaluation_id)
+    )
+    assert known.policy_version == 7
+    schedules.finished(some, "a", evaluation_id)
+    schedules.finished(some, "a", evaluation_id)
+    assert (state(some).running, some.ledger.client.hlen("vla:t:a:evaluations")) == ({}, 0)
+
+
+@pytest.mark.parametrize(("overlap", "sent"), [("skip", 1), ("queue", 2), ("allow", 2)])
+def test_f71_an_evaluation_that_still_runs_at_the_next_tick(
+    some: Any, overlap: str, sent: int
+) -> None:
+    add(some, schedule(overlap=overlap))
+    make_due(some, ago_s=2)
+    schedules.look_at_due(some)
+    make_due(some, ago_s=1)
+    schedules.look_at_due(some)
+    first = some.sent[0]["evaluation_id"]
+    schedules.finished(some, "a", first)
+    assert len(some.sent) == sent
+    assert len({one["evaluation_id"] for one in some.sent}) == sent
+    assert state(some).num_skipped == (1 if overlap == "skip" else 0)
+
+
+def test_one_that_cannot_be_read_is_set_aside_and_the_others_fire(some: Any) -> None:
+    for name in ("bad-state", "bad-spec", "good"):
+        add(some, schedule(name))
+        make_due(some, name)
+    some.ledger.client.hset("vla:t:a:schedules", "bad-state", "{")
+    some.objects.put("a/schedules/bad-spec.json", b'{"kind": "schedule"}')
+    schedules.look_at_due(some)
+    assert [one["evaluation_id"].rpartition("-")[0] for one in some.sent] == ["good"]
+    for name in ("bad-state", "bad-spec"):
+        assert not state(some, name).enabled
+        assert "cannot be read" in state(some, name).reason
+    alerts = {e.values["schedule"] for e in some.emitter.events if e.values["state"] == "disabled"}
+    assert alerts == {"bad-state", "bad-spec"}
+    assert schedules.look_at_due(some) == 0
+
+
+def test_beat_goes_on_beside_an_entry_that_it_cannot_decode(some: Any, app: Celery) -> None:
+    add(some, schedule("one"))
+    add(some, schedule("two"))
+    client = some.ledger.client
+    client.hset("vla:beat:schedule:a:one", "definition", "{broken")
+    for name in ("one", "two"):
+        client.zadd("vla:beat::schedule", {f"vla:beat:schedule:a:{name}": 1})
+    beat = Scheduler(app=app, lazy=True)
+    names = set(beat.schedule)
+    assert "schedule:a:two" in names
+    assert "schedule:a:one" not in names
+    assert client.zscore("vla:beat::schedule", "vla:beat:schedule:a:one") is None
+
+
+def test_pf47_a_leader_that_lost_its_lock_stops_instead_of_ticking(some: Any, app: Celery) -> None:
+    from redbeat.schedulers import acquire_distributed_beat_lock
+    from redis.exceptions import LockError
+
+    beat = Scheduler(app=app, lazy=True)
+    acquire_distributed_beat_lock(SimpleNamespace(scheduler=beat))
+    beat.tick()
+    some.ledger.client.delete("vla:beat::lock")  # it slept longer than its lease
+    with pytest.raises(LockError):
+        beat.tick()
+
+
+def test_pauses_removals_and_a_run_now(some: Any) -> None:
+    add(some)
+    assert schedules.change(some, "a", "nightly", "pause")["state"] == "paused"
+    assert schedules.change(some, "a", "nightly", "pause")["state"] == "paused"
+    assert schedules.look_at_due(some) == 0
+    assert schedules.change(some, "a", "nightly", "run-now")["evaluation"]
+    assert schedules.change(some, "a", "nightly", "resume")["state"] == "enabled"
+    assert len(some.sent) == 1
+    schedules.change(some, "a", "nightly", "remove")
+    client = some.ledger.client
+    assert not client.exists("vla:beat:schedule:a:nightly", "vla:t:a:schedules", "vla:schedules")
+    for tenant, name in (("a", "nightly"), ("b", "nightly")):
+        with pytest.raises(NotFoundError):
+            schedules.change(some, tenant, name, "pause")
+
+
+def test_a_policy_without_a_version_counts_as_failed_and_goes_on(some: Any) -> None:
+    some.ledger.client.hset("vla:t:a:policies", "fresh", "tiny")
+    evaluation = {"policy": "fresh", "suite": "tabletop/push"}
+    add(some, schedule(evaluation=evaluation))
+    make_due(some)
+    schedules.look_at_due(some)
+    found = state(some)
+    assert (found.num_failed, found.enabled) == (1, True)
+    assert "no published version" in found.last_error
+
+
+def test_what_was_sent_and_not_heard_of_is_sent_again_and_given_up(
+    some: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(some)
+    make_due(some)
+    schedules.look_at_due(some)
+    assert schedules.resend_lost(some, "a") == 0
+    monkeypatch.setattr(schedules, "RESEND_S", 0.0)
+    for _ in range(4):
+        schedules.resend_lost(some, "a")
+    assert len(some.sent) == schedules.MOST_SENDS
+    assert "no end after" in state(some).last_error
+    assert state(some).running == {}
+
+
+def test_a_lost_redis_gets_its_schedules_back(some: Any, app: Celery) -> None:
+    add(some)
+    some.objects.put("a/schedules/broken.json", b"{")
+    some.ledger.client.flushall()
+    some.ledger.load()
+    assert schedules.restore(some, "a") == 1
+    assert schedules.restore(some, "a") == 0
+    assert state(some).enabled
+    assert not state(some, "broken").enabled
+    assert json.loads(some.ledger.client.hget("vla:beat:schedule:a:nightly", "definition"))
