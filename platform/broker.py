@@ -28,6 +28,7 @@ INGRESS_TASKS = {
     "ingress.resume": {"request_id", "run"},
     "ingress.explain": {"request_id", "run"},
     "ingress.reserve_batch": {"request_id", "run"},
+    "ingress.batch_state": {"request_id", "run", "job_id"},
     "ingress.submit_batch": {"request_id", "run", "job_id", "fence", "samples"},
     "ingress.open_environment": {"request_id", "environment"},
     "ingress.schedule": {"request_id", "schedule"},

@@ -17,6 +17,7 @@ from vla_platform.client.wire_errors import to_error
 from vla_platform.control.states import WorkloadState, is_terminal
 from vla_platform.errors import (
     NotFoundError,
+    PlatformError,
     QuotaError,
     ResultTimeoutError,
     UnavailableError,
@@ -186,6 +187,11 @@ class Run:
         payloads = self._connection.payloads
         partition, tenant = job["partition_id"], self._connection.tenant
         payloads.put(partition, tenant, columns, ttl_s=3600.0, wait_s=timeout_s, owner="tenant")
+        with answers():
+            newest = self._connection.redis.xrevrange(
+                self._connection.key(f"w:{self.id}:events"), count=1
+            )
+        last = newest[0][0] if newest else "0"
         call(
             "ingress.submit_batch",
             timeout_s=timeout_s,
@@ -193,19 +199,36 @@ class Run:
             fence=str(job["fence"]),
             samples=str(np.asarray(columns["is_transition"]).size),
         )
+        return self._update_of(job["job_id"], last, end=end)
+
+    def _update_of(self, job_id: str, last: str, *, end: float) -> dict[str, Any]:
+        """The update event of a job, among those after `last`."""
+        stream = self._connection.key(f"w:{self.id}:events")
         while True:
-            status = self.status()
-            for event in self.events(follow=False):
-                if event["kind"] == "update" and event["position"] == job["position"]:
+            with answers():
+                found = self._connection.redis.xread({stream: last}, count=1000, block=2000)
+            for entry, fields in found[0][1] if found else []:
+                last = entry
+                event: dict[str, Any] = json.loads(fields["event"])
+                if event["kind"] == "update" and event["job_id"] == job_id:
                     return event
-            if status.is_over:
-                self.result(5)
+            if found:
+                continue
+            state = self._connection.call(
+                "ingress.batch_state", timeout_s=30.0, shown=self.id, run=self.id, job_id=job_id
+            )
+            if state["state"] == "completed":  # its event was lost
+                return {"kind": "update", "job_id": job_id, **state}
+            if state["state"] in ("dropped", "failed", "cancelled"):
+                if self.status().is_over:
+                    self.result(5)
+                raise PlatformError(
+                    f"the batch was {state['state']}: {state['terminal_reason']}", workload=self.id
+                )
             if time.monotonic() > end:
                 raise ResultTimeoutError(
-                    f"the update of {self.id} took longer than {timeout_s:g} s; it goes on",
-                    workload=self.id,
+                    f"{job_id} is {state['state']}; it goes on", workload=self.id
                 )
-            time.sleep(0.05)
 
     def pause(self, *, timeout_s: float = 30.0) -> WorkloadState:
         """Begin nothing new; what is in flight ends. Raises `IllegalTransitionError` where the

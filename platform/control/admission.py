@@ -41,6 +41,13 @@ def check_rl(services: Services, tenant: str, spec: RLSpec) -> Prepared:
     if spec.environment is not None:
         request = EnvironmentRequest(env_id=spec.environment.id, options=spec.environment.options)
         check_request(request)
+        most = services.settings.max_sessions_per_tenant
+        if spec.rollout.num_envs > most:
+            raise SpecError(
+                f"rollout.num_envs {spec.rollout.num_envs} is above the {most} sessions that a "
+                "host gives one tenant",
+                problems=[{"field": "rollout.num_envs", "problem": f"at most {most}"}],
+            )
     for hook in spec.score_hooks:
         find_hook(hook.name, SCORE_HOOKS)
     for hook in spec.shape_hooks:

@@ -20,7 +20,7 @@ from vla_platform.control.services import Services
 from vla_platform.control.states import DropReason, JobState, Stage
 from vla_platform.control.training_job import TrainingJob
 from vla_platform.control.workloads import load_rl_spec
-from vla_platform.errors import LeaseLostError
+from vla_platform.errors import DataError, LeaseLostError
 from vla_platform.rl.advantages import (
     Level,
     Rows,
@@ -39,10 +39,12 @@ from vla_platform.rl.groups import (
     without_zero_groups,
 )
 from vla_platform.specs import GRPOSpec, PPOSpec, ReinforceSpec, RLSpec
-from vla_storage.errors import CodedError, PayloadError
+from vla_storage.errors import CodedError, PayloadNotFoundError
 
 ROW_COLUMNS = ("rewards", "actions_is_pad", "next_row", "is_transition", "terminated", "episode")
 PAYLOAD_TTL_S = 3600.0
+MISFITS = (ValueError, TypeError, KeyError, IndexError)
+"""What columns of the wrong shape or kind raise, somewhere in numpy."""
 _log = logging.getLogger(__name__)
 
 
@@ -152,9 +154,15 @@ def _compute(services: Services, job: TrainingJob) -> None:
         if {"advantages", "trained"} <= names:  # a tenant's own algorithm
             _go_on(services, job)
             return
-        wanted = [*ROW_COLUMNS, *(names & {"value", "actor_value"})]
+        missing = sorted(set(ROW_COLUMNS) - names)
+        if missing and names:
+            raise DataError(
+                f"columns {', '.join(missing)} are missing, and so are `advantages`, `trained`",
+                column=missing[0],
+            )
+        wanted = [*ROW_COLUMNS, *(names & {"value", "actor_value", "group", "success"})]
         columns = services.payloads.arrays(job.partition_id, job.tenant_id, wanted)
-        judged = judge_rollout(spec, columns, episodes_of(ledger.descriptor(job.job_id)))
+        judged = judge_rollout(spec, columns, episodes_of(ledger.descriptor(job.job_id), columns))
         if judged.drop is not None:
             ledger.drop(job, judged.drop)
             return
@@ -164,9 +172,12 @@ def _compute(services: Services, job: TrainingJob) -> None:
         _go_on(services, job)
     except LeaseLostError as error:
         _log.warning("action=advantages_refused job=%s reason=%s", job.job_id, error)
-    except PayloadError as error:
+    except PayloadNotFoundError as error:
         _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
         ledger.drop(job, DropReason.SAMPLES_LOST)
+    except MISFITS as error:
+        wrong = DataError(f"the rows of {job.job_id} cannot be judged: {error!r}")
+        ledger.fail(job.workload, wrong.to_dict())
     except CodedError as error:
         if error.retryable:
             ledger.release(job)
@@ -184,15 +195,36 @@ def _go_on(services: Services, job: TrainingJob) -> None:
         )
 
 
-def episodes_of(descriptor: dict[str, str]) -> list[EpisodeMeta]:
-    """The summaries that a rollout left with its job."""
-    return [
-        EpisodeMeta(
-            episode=one["episode"],
-            group=one["group"],
-            success=one["success"],
-            score=one["total_reward"],
-            num_steps=one["num_steps"],
+def episodes_of(
+    descriptor: dict[str, str], columns: dict[str, npt.NDArray[Any]]
+) -> list[EpisodeMeta]:
+    """The summaries that a rollout left with its job; of a tenant's own rows, from the rows."""
+    told = json.loads(descriptor["episodes"])
+    if told and len(told) > int(columns["episode"].max()):
+        return [
+            EpisodeMeta(
+                episode=one["episode"],
+                group=one["group"],
+                success=one["success"],
+                score=one["total_reward"],
+                num_steps=one["num_steps"],
+            )
+            for one in told
+        ]
+    executed = ~columns["actions_is_pad"].astype(bool) & columns["is_transition"][:, None]
+    rewards = np.where(executed, columns["rewards"], 0.0).sum(axis=1)
+    found = []
+    for episode in np.unique(columns["episode"]):
+        of = columns["episode"] == episode
+        group = columns["group"][of][0] if "group" in columns else 0
+        success = columns["success"][of].any() if "success" in columns else rewards[of].sum() > 0
+        found.append(
+            EpisodeMeta(
+                episode=int(episode),
+                group=int(group),
+                success=bool(success),
+                score=float(rewards[of].sum()),
+                num_steps=int(executed[of].sum()),
+            )
         )
-        for one in json.loads(descriptor["episodes"])
-    ]
+    return found

@@ -43,6 +43,8 @@ _OPERATIONS = (
     *("reserve", "mark", "lease_stage", "renew", "drop", "complete", "release"),
     *("lease_group", "heartbeat", "leave", "rewind", "fall_back", "expire", "pending", "review"),
 )
+_FOR_A_WHILE = (redis.OutOfMemoryError, redis.ReadOnlyError, redis.BusyLoadingError)
+"""Answers of a server that is full, failing over or starting."""
 TEST_CLOCK_KEY = "vla:test:clock"
 
 
@@ -103,6 +105,8 @@ class Ledger:
                     raise
                 self.load()
                 return self._redis.fcall(f"vla_{name}", 0, *args)
+        except _FOR_A_WHILE as error:
+            raise _unavailable(error) from error
         except redis.ResponseError as error:
             code, _, text = str(error).partition(" ")
             kind = _ERRORS.get(code, LedgerError)
@@ -116,9 +120,12 @@ class Ledger:
         """Record a pending workload. False: the same one is already there."""
         return bool(self._call("submit", workload, json.dumps(fields), max_pending))
 
-    def restore(self, workload: str, fields: dict[str, Any]) -> bool:
-        """Record a workload as the object store knows it. False: the ledger has it."""
-        return bool(self._call("restore", workload, json.dumps(fields)))
+    def restore(self, workload: str, fields: dict[str, Any], *, recorded: bool = False) -> bool:
+        """Record a workload as the object store knows it. False: the ledger has it.
+
+        `recorded`: its outcome is in the object store already.
+        """
+        return bool(self._call("restore", workload, json.dumps(fields), int(recorded)))
 
     def prepared(self, workload: str, *, total_positions: int, total_steps: int) -> None:
         self._call("prepared", workload, total_positions, total_steps)
@@ -245,6 +252,11 @@ class Ledger:
         """Give back every slot of a worker, or that of one policy; returns how many."""
         return int(self._call("leave", worker, policy_key))
 
+    def slots_of(self, worker: str) -> set[str]:
+        """Policy keys whose slots the worker owns."""
+        with _answers():
+            return set(self._redis.smembers(f"vla:slots:{worker}"))
+
     def owns_slot(self, job: TrainingJob) -> bool:
         """Whether the job's workload still runs, and its slot has not changed hands."""
         with _answers():
@@ -286,6 +298,15 @@ class Ledger:
                 self._redis.set(f"vla:producing:{workload}", 1, px=_ms(for_s))
             else:
                 self._redis.delete(f"vla:producing:{workload}")
+
+    def preparing(self, workload: str, *, for_s: float) -> None:
+        """Tell the reconciler that somebody opens and measures this workload's data."""
+        with _answers():
+            self._redis.set(f"vla:preparing:{workload}", 1, px=_ms(for_s))
+
+    def is_prepared_by_somebody(self, workload: str) -> bool:
+        with _answers():
+            return bool(self._redis.exists(f"vla:preparing:{workload}"))
 
     def draining_ends(self, base_model: str) -> None:
         """Nobody drains this base model any more: the next ready job sends a hint."""
@@ -439,7 +460,7 @@ def _answers() -> Iterator[None]:
     """Reads, like writes, tell a Redis that is down by the platform's own error."""
     try:
         yield
-    except (redis.ConnectionError, redis.TimeoutError) as error:
+    except (redis.ConnectionError, redis.TimeoutError, *_FOR_A_WHILE) as error:
         raise _unavailable(error) from error
 
 

@@ -47,6 +47,7 @@ def record_outcome(services: Services, run: str) -> None:
         "step": int(w["step"]),
         "position": int(w["position"]),
         "policy_version": int(w.get("base_version", 0)) + int(w["step"]),
+        "published_version": int(w.get("base_version", 0)) + int(w["durable_step"]),
         "checkpoint": w.get("checkpoint", ""),
         "ended": int(w["updated"]),  # ms, on the ledger's clock
         "version": 1,

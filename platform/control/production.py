@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 from vla_platform.control import dispatch
 from vla_platform.control.admission import check_rl, derive_schema, open_for, split_episodes
+from vla_platform.control.leases import announced, kept_alive
 from vla_platform.control.plan import Domain, Plan
 from vla_platform.control.prepared import Prepared, load_prepared, prepared_key
 from vla_platform.control.services import Services
@@ -64,12 +65,22 @@ class Sources:
         # tenants that train on the same recording decode it once.
         self._frames: WeakValueDictionary[tuple[str, int], FrameSource] = WeakValueDictionary()
         self._lock = threading.Lock()
+        self._opening: dict[str, threading.Lock] = {}
 
     def get(self, tenant: str, run: str) -> Source:
         with self._lock:
             found = self._open.get(run)
             if found is not None:
                 self._open.move_to_end(run)
+                return found
+            opening = self._opening.setdefault(run, threading.Lock())
+        with opening:  # who comes meanwhile waits, instead of opening the same data again
+            return self._get_or_load(tenant, run)
+
+    def _get_or_load(self, tenant: str, run: str) -> Source:
+        with self._lock:
+            found = self._open.get(run)
+            if found is not None:
                 return found
         opened = self._load(tenant, run)
         with self._lock:
@@ -83,6 +94,7 @@ class Sources:
 
     def drop(self, run: str) -> None:
         with self._lock:
+            self._opening.pop(run, None)
             source = self._open.pop(run, None)
         if source is not None:
             source.close()
@@ -145,10 +157,11 @@ def prepare(services: Services, tenant: str, run: str) -> str:
     if services.ledger.workload(run)["prepared"] != "1":
         try:
             spec = load_spec(services, tenant, run)
-            if isinstance(spec, RLSpec):
-                prepared, positions, steps = _interface(services, tenant, spec)
-            else:
-                prepared, positions, steps = _measure(services, tenant, spec)
+            with announced(services.ledger, run, for_s=services.settings.lease_s):
+                if isinstance(spec, RLSpec):
+                    prepared, positions, steps = _interface(services, tenant, spec)
+                else:
+                    prepared, positions, steps = _measure(services, tenant, spec)
         except CodedError as error:
             if error.retryable or not services.ledger.knows(run):
                 raise  # the reconciler sends this again
@@ -216,13 +229,17 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
     end = time.monotonic() + services.settings.slice_s
     lease_s = services.settings.lease_s
     try:
+        services.ledger.producing(run, for_s=lease_s)
+        if services.ledger.workload(run)["state"] == "running":
+            sources.get(tenant, run)  # before a lease is counted: opening may take long
         while time.monotonic() < end:
             services.ledger.producing(run, for_s=lease_s)
             job = services.ledger.reserve(
                 run, lease_s=lease_s, limits=services.settings.reserve_limits()
             )
             if isinstance(job, TrainingJob):
-                _produce_one(services, sources.get(tenant, run), job)
+                with kept_alive(services.ledger, job, lease_s=lease_s, producing=True):
+                    _produce_one(services, sources.get(tenant, run), job)
                 produced += 1
             elif job in ("in-flight limit", "fair share"):
                 services.ledger.wait_for_room(run, timeout_s=0.5)
@@ -256,13 +273,9 @@ def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
         wait_s=services.settings.lease_s / 2,
     )
     reach(Failpoint.PAYLOAD_WRITTEN)
-    try:
-        hint_is_due = services.ledger.mark(
-            job, JobState.READY, sample_count=len(batch), domain=str(domain)
-        )
-    except LeaseLostError:
-        services.payloads.clear(job.partition_id, job.tenant_id)
-        raise
+    hint_is_due = services.ledger.mark(
+        job, JobState.READY, sample_count=len(batch), domain=str(domain)
+    )
     reach(Failpoint.META_PUBLISHED)
     if hint_is_due:
         dispatch.train(

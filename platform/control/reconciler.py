@@ -27,6 +27,10 @@ def reconcile(services: Services) -> Due:
     recover_if_lost(services)
     due = services.ledger.due()
     for run in due.prepare:
+        if services.ledger.is_prepared_by_somebody(run) or not services.ledger.is_due(
+            f"prepare:{run}", every_s=5.0
+        ):
+            continue
         dispatch.prepare(services.ledger.workload(run)["tenant"], run)
     for run in due.admit:
         production.admit(services, services.ledger.workload(run)["tenant"], run)

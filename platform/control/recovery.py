@@ -16,6 +16,7 @@ from vla_platform.control.ledger import Ledger
 from vla_platform.control.outcomes import outcome_key
 from vla_platform.control.plan import Plan
 from vla_platform.control.prepared import Prepared, prepared_key
+from vla_platform.control.states import is_terminal
 from vla_platform.control.tenant_records import list_tenants
 from vla_platform.control.tenants import restore_acls
 from vla_platform.control.workloads import ledger_fields, spec_key
@@ -79,10 +80,10 @@ def recover(stores: Stores) -> Recovered:
                 continue
             try:
                 what = _recover_one(stores, tenant, run, names, created[run])
-            except CodedError as error:
-                if error.retryable:
+            except (CodedError, ValueError, KeyError, TypeError) as error:
+                if isinstance(error, CodedError) and error.retryable:
                     raise
-                _log.error("action=not_recovered workload=%s reason=%s", run, error)
+                _log.error("action=not_recovered workload=%s reason=%r", run, error)
                 what = "unreadable"
             if what:
                 done[what].append(run)
@@ -94,10 +95,14 @@ def recover(stores: Stores) -> Recovered:
 def _recover_one(
     stores: Stores, tenant: str, run: str, names: set[str], created_s: float
 ) -> str | None:
-    state = stores.ledger.client.hget(f"vla:w:{run}", "state")
+    state, owner = stores.ledger.client.hmget(f"vla:w:{run}", "state", "tenant")
+    if owner not in (None, tenant):
+        raise ValueError(f"{tenant} has a record of a run of {owner}")
     outcome: dict[str, Any] | None = None
     if "outcome.json" in names:
         outcome = json.loads(stores.objects.get(outcome_key(tenant, run)))
+        if not is_terminal(outcome["state"]):
+            raise ValueError(f"an outcome {outcome['state']!r} is no end")
     if state is not None:
         if outcome is None or state not in ("pending", "running", "paused"):
             return None
@@ -110,7 +115,7 @@ def _recover_one(
     signature = prepared.schema.signature if prepared else ""
     fields = ledger_fields(tenant, spec, content=content, schema_signature=signature) | {
         "state": "pending", "created": int(created_s * 1000), "prepared": int(prepared is not None),
-        "position": 0, "step": 0, "policy_version": 0,
+        "position": 0, "step": 0, "policy_version": 0, "published_version": 0,
     }  # fmt: skip
     if prepared is not None:
         fields |= _length(spec, prepared)
@@ -120,13 +125,14 @@ def _recover_one(
             "reason": json.dumps(outcome["reason"]) if outcome["reason"] else "",
             "base_version": outcome["policy_version"] - outcome["step"],
             **{key: outcome[key] for key in ("step", "position", "policy_version", "checkpoint")},
+            "published_version": outcome.get("published_version", 0),
         }
     else:
         fields |= _progress(stores, tenant, run, policy=spec.policy)
         done = "step" if isinstance(spec, RLSpec) else "position"
         if prepared is not None and fields[done] >= fields[f"total_{done}s"]:
             fields["state"] = "succeeded"
-    if not stores.ledger.restore(run, fields):
+    if not stores.ledger.restore(run, fields, recorded=outcome is not None):
         return None
     return "restored" if fields["state"] == "pending" else "ended"
 
@@ -150,6 +156,7 @@ def _progress(stores: Stores, tenant: str, run: str, *, policy: str) -> dict[str
         "position": newest.position,
         "step": newest.step,
         "policy_version": newest.policy_version,
+        "published_version": newest.policy_version,
         "base_version": newest.policy_version - newest.step,
         "checkpoint": newest.checkpoint_id,
     }

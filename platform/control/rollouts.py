@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from vla_platform.control import dispatch
+from vla_platform.control.leases import kept_alive
 from vla_platform.control.prepared import load_prepared
 from vla_platform.control.services import Services
 from vla_platform.control.states import JobState, Lifecycle, Stage
@@ -103,32 +104,22 @@ def _roll_out(services: Services, job: TrainingJob, play: Play) -> None:
     spec = load_rl_spec(services, job.tenant_id, job.workload)
     schema = load_prepared(services, job.tenant_id, job.workload).schema
     lease_s = services.settings.lease_s
-    renewed = time.monotonic()
-
-    def on_progress(decisions: int, of: int) -> None:
-        nonlocal renewed
-        if time.monotonic() - renewed < lease_s / 4:
-            return
-        renewed = time.monotonic()
-        services.ledger.producing(job.workload, for_s=lease_s)
-        services.ledger.renew(job, lease_s=lease_s, progress=f"{decisions}/{of}")
-
-    report = play(Rollout(spec, schema, job), on_progress)
+    with kept_alive(services.ledger, job, lease_s=lease_s, producing=True) as keeper:
+        report = play(
+            Rollout(spec, schema, job), lambda done, of: keeper.check(f"{done} of {of} decisions")
+        )
+        keeper.check()
     reach(Failpoint.PAYLOAD_WRITTEN)
     forward = job.lifecycle == Lifecycle.RL_ACTOR_FORWARD
     state = JobState.NEEDS_ACTOR_FORWARD if forward else JobState.NEEDS_ADVANTAGES
     episodes = [asdict(one) for one in report.episodes[:MOST_EPISODES]]
-    try:
-        hint_is_due = services.ledger.mark(
-            job,
-            state,
-            sample_count=report.num_transitions,
-            success_rate=report.success_rate,
-            episodes=json.dumps(episodes, separators=(",", ":")),
-        )
-    except LeaseLostError:
-        services.payloads.clear(job.partition_id, job.tenant_id)
-        raise
+    hint_is_due = services.ledger.mark(
+        job,
+        state,
+        sample_count=report.num_transitions,
+        success_rate=report.success_rate,
+        episodes=json.dumps(episodes, separators=(",", ":")),
+    )
     reach(Failpoint.META_PUBLISHED)
     if hint_is_due:
         with contextlib.suppress(LeaseLostError):

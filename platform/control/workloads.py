@@ -56,7 +56,13 @@ def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
                 workload=run,
             ) from error
     fields = ledger_fields(tenant, spec, content=content, schema_signature=signature)
-    if services.ledger.submit(run, fields, max_pending=services.settings.max_pending_per_tenant):
+    most = services.settings.max_pending_per_tenant
+    try:
+        is_new = services.ledger.submit(run, fields, max_pending=most)
+    except QuotaError:
+        services.objects.delete(spec_key(tenant, run))  # a refused spec must not be recovered
+        raise
+    if is_new:
         dispatch.prepare(tenant, run)
     return run
 
@@ -116,8 +122,9 @@ def resume(services: Services, tenant: str, run: str) -> str:
     return services.ledger.workload(run)["state"]
 
 
-def reserve_batch(services: Services, tenant: str, run: str) -> dict[str, Any]:
-    """The next training job of a run whose samples the tenant gives itself.
+def reserve_batch(services: Services, tenant: str, run: str, token: str) -> dict[str, Any]:
+    """The next training job of a run whose samples the tenant gives itself; the same for the same
+    `token`, for requests are sent again.
 
     Returns `job_id, partition_id, fence, position, policy_version`. Raises `QuotaError` with what
     it waits for: try again later.
@@ -128,18 +135,34 @@ def reserve_batch(services: Services, tenant: str, run: str) -> dict[str, Any]:
         raise SpecError(
             f"{run} makes its own samples; `environment: null` takes yours", problems=[]
         )
+    key = f"vla:batch:{run}:{token[:64]}"
+    known = services.ledger.client.get(key)
+    if known is not None:
+        found: dict[str, Any] = json.loads(known)
+        return found
     job = services.ledger.reserve(
         run, lease_s=BATCH_LEASE_S, limits=services.settings.reserve_limits()
     )
     if isinstance(job, str):
         raise QuotaError(f"{run} takes no batch now: {job}", workload=run, waits_for=job)
-    return {
+    found = {
         "job_id": job.job_id,
         "partition_id": job.partition_id,
         "fence": job.fence,
         "position": job.position,
         "policy_version": job.behavior_policy_version,
     }
+    services.ledger.client.set(key, json.dumps(found), ex=int(BATCH_LEASE_S))
+    return found
+
+
+def batch_state(services: Services, tenant: str, run: str, job_id: str) -> dict[str, str]:
+    """What became of a batch: its job's `state` and `terminal_reason`."""
+    check_owner(services, tenant, run)
+    found = services.ledger.descriptor(job_id)
+    if found["workload"] != run:
+        raise NotFoundError(f"no training job {job_id[:160]} of {run}", workload=run)
+    return {name: found.get(name, "") for name in ("state", "terminal_reason")}
 
 
 def submit_batch(
@@ -148,8 +171,11 @@ def submit_batch(
     """The reserved job's samples are in its partition: train them."""
     check_owner(services, tenant, run)
     job = TrainingJob.from_hash(services.ledger.descriptor(job_id))
-    if job.workload != run or not (fence.isdigit() and samples.isdigit()):
+    given = fence.isdecimal() and samples.isdecimal() and len(fence + samples) < 20
+    if job.workload != run or not given:
         raise NotFoundError(f"no training job {job_id[:160]} of {run}", workload=run)
+    if job.state != JobState.RESERVED:
+        return job.state  # sent again: it is on its way
     held = replace(job, fence=int(fence))
     forward = job.lifecycle == Lifecycle.RL_ACTOR_FORWARD
     state = JobState.NEEDS_ACTOR_FORWARD if forward else JobState.NEEDS_ADVANTAGES

@@ -34,7 +34,7 @@ from vla_platform.envs.trajectories import (
 )
 from vla_platform.envs.videos import video_of
 from vla_platform.errors import DataError, SimulatorError
-from vla_storage.errors import CodedError, StorageUnavailableError
+from vla_storage.errors import CodedError, PayloadFullError, StorageUnavailableError
 from vla_storage.payloads import PayloadStore
 
 ROLLOUT_VERSION = 1
@@ -388,7 +388,7 @@ def _publish(config: RolloutConfig, payloads: PayloadStore, columns: dict[str, A
             payloads.clear(config.partition_id, config.tenant)
             payloads.put(config.partition_id, config.tenant, columns, ttl_s=config.payload_ttl_s)
             return
-        except StorageUnavailableError:
+        except (StorageUnavailableError, PayloadFullError):
             if time.monotonic() + pause_s > end:
                 raise
             time.sleep(pause_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from vla_platform.control.services import Services
@@ -21,7 +22,7 @@ from vla_platform.gpu_workers.training import PolicyResult, TrainingModelService
 from vla_storage.errors import CodedError, PayloadError
 
 PAYLOAD_TTL_S = 3600.0
-_MISFITS = (RuntimeError, ValueError, TypeError, KeyError, IndexError)
+MISFITS = (RuntimeError, ValueError, TypeError, KeyError, IndexError)
 """What arrays of the wrong shape or kind raise, somewhere in torch or numpy."""
 _log = logging.getLogger(__name__)
 
@@ -50,17 +51,22 @@ class RolloutTraining:
             raise
         except CodedError as error:
             return error
-        except _MISFITS as error:
-            return _misfit(job, error)
+        except MISFITS as error:
+            return misfit(job, error)
 
-    def forward_actor(self, job: TrainingJob, actor: Slot) -> None:
-        """Write what the actor says of the rows beside them. Raises what is wrong with them."""
+    def forward_actor(self, job: TrainingJob, actor: Callable[[], Slot]) -> None:
+        """Write what the actor says of the rows beside them. Raises what is wrong with them.
+
+        What an earlier try wrote stays: a newer actor would say something else.
+        """
+        if "actor_log_prob" in self._services.payloads.metadata(job.partition_id, job.tenant_id):
+            return
         columns = self._fetch(job, ACTOR_COLUMNS)
         try:
             with self._turns.training():
-                found = self._service.actor_forward(actor, columns)
-        except _MISFITS as error:
-            raise _misfit(job, error) from error
+                found = self._service.actor_forward(actor(), columns)
+        except MISFITS as error:
+            raise misfit(job, error) from error
         self._services.payloads.put(
             job.partition_id, job.tenant_id, found, ttl_s=PAYLOAD_TTL_S, wait_s=5.0
         )
@@ -79,7 +85,8 @@ class RolloutTraining:
             raise LeaseLostError(f"the samples of {job.job_id} are lost") from error
 
 
-def _misfit(job: TrainingJob, error: Exception) -> PlatformError:
+def misfit(job: TrainingJob, error: Exception) -> PlatformError:
+    """What is wrong with one tenant's rows or records, as that tenant's error."""
     return PlatformError(
-        f"the rows of {job.job_id} do not fit {job.policy_key}: {error}", policy_key=job.policy_key
+        f"the data of {job.job_id} do not fit {job.policy_key}: {error}", policy_key=job.policy_key
     )

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vla_platform.control import dispatch
+from vla_platform.control.leases import kept_alive
 from vla_platform.control.outcomes import finish_if_through
 from vla_platform.control.plan import Domain
 from vla_platform.control.prepared import Prepared, load_prepared
@@ -28,7 +29,7 @@ from vla_platform.errors import BackboneChangedError, LedgerError
 from vla_platform.failpoints import Failpoint, reach
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
-from vla_platform.gpu_workers.rollout_training import RolloutTraining
+from vla_platform.gpu_workers.rollout_training import MISFITS, RolloutTraining, misfit
 from vla_platform.gpu_workers.slots import Slot, SlotConfig, SlotState
 from vla_platform.gpu_workers.training import (
     PolicyResult,
@@ -63,6 +64,7 @@ class TrainingRunner:
         self.worker = f"gpu-{uuid.uuid4().hex[:12]}"
         self._mounted: dict[str, Mounted] = {}
         self._leased: tuple[str, ...] = ()
+        self._slots_kept: set[str] | None = None  # as the ledger saw it at the last heartbeat
         self._distrusted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._group = ""
         self._stopping = threading.Event()  # take no further group
@@ -136,6 +138,8 @@ class TrainingRunner:
             except LedgerError as error:
                 _log.warning("action=job_dropped job=%s reason=%s", job.job_id, error)
                 self._forget(job.policy_key)
+            except MISFITS as error:
+                self._fail(job, misfit(job, error))
             except CodedError as error:
                 if error.retryable:
                     self._postpone(job, error)
@@ -174,9 +178,16 @@ class TrainingRunner:
 
     def _save_progress(self) -> None:
         for policy_key, mounted in list(self._mounted.items()):
-            run = self._services.ledger.workload(mounted.last_job.workload)
+            try:
+                run = self._services.ledger.workload(mounted.last_job.workload)
+            except CodedError as error:
+                _log.warning("action=progress_not_saved policy=%s reason=%s", policy_key, error)
+                continue
             slot = self._service.slot(policy_key)
-            if run["state"] == "running" and int(run["step"]) == slot.step > mounted.saved_step:
+            if (
+                run["state"] in ("running", "paused")
+                and int(run["step"]) == slot.step > mounted.saved_step
+            ):
                 self._publisher.save(slot, mounted, mounted.last_job, position=int(run["position"]))
 
     def _hold(self, job: TrainingJob) -> bool:
@@ -192,21 +203,25 @@ class TrainingRunner:
         """The stage before the advantages, for jobs that ask for it; returns how many were done."""
         done = 0
         lease_s = self._services.settings.lease_s
+        end = time.monotonic() + self._services.settings.slice_s
         with self._training:
-            while not self._stopping.is_set():
+            while time.monotonic() < end and not self._stopping.is_set():
                 job = self._services.ledger.lease_stage(
                     Stage.ACTOR_FORWARD, self.worker, lease_s=lease_s, base_model=self._base_model
                 )
                 if job is None:
                     return done
-                self._forward_actor(job)
+                if not self._forward_actor(job):
+                    return done  # a service is down: others' training goes on meanwhile
                 done += 1
         return done
 
-    def _forward_actor(self, job: TrainingJob) -> None:
+    def _forward_actor(self, job: TrainingJob) -> bool:
+        """False: it was postponed."""
         ledger = self._services.ledger
         try:
-            self._rollouts.forward_actor(job, self._actor(job))
+            with kept_alive(ledger, job, lease_s=self._services.settings.lease_s):
+                self._rollouts.forward_actor(job, lambda: self._actor(job))
             if ledger.mark(job, JobState.NEEDS_ADVANTAGES):
                 dispatch.stage(Stage.ADVANTAGES, job.base_model)
         except LedgerError as error:
@@ -215,8 +230,9 @@ class TrainingRunner:
             if error.retryable:
                 with contextlib.suppress(LedgerError):
                     ledger.release(job)
-            else:
-                self._fail(job, error)
+                return False
+            self._fail(job, error)
+        return True
 
     def _actor(self, job: TrainingJob) -> Slot:
         """The policy as it was published last; its slot may be another worker's."""
@@ -357,6 +373,11 @@ class TrainingRunner:
             policy_key = self._distrusted.get()
             self._forget(policy_key)
             self._services.ledger.leave(self.worker, policy_key)
+        # Runs that have ended, and slots that another worker took over: their memory is free again.
+        kept, self._slots_kept = self._slots_kept, None
+        if kept is not None:
+            for policy_key in self._mounted.keys() - kept:
+                self._forget(policy_key)
 
     def _fail(self, job: TrainingJob, error: CodedError) -> None:
         """One tenant's fault ends one tenant's run."""
@@ -393,5 +414,6 @@ class TrainingRunner:
                     self._base_model, self._service.backbone.facts()
                 )
                 self._services.ledger.heartbeat(self.worker, lease_s=lease_s, jobs=self._leased)
+                self._slots_kept = self._services.ledger.slots_of(self.worker)
             except CodedError as error:
                 _log.warning("action=heartbeat_failed reason=%s", error)

@@ -18,6 +18,8 @@ import redis
 
 PLATFORM_STREAM = "vla:metrics"
 MAX_EVENTS = 100_000
+OUTAGE_S = 60.0
+"""How long events wait for a control Redis that does not answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ class Event:
 
     tenant: str
     workload: str
-    kind: str  # step | heldout | checkpoint | state | inference
+    kind: str  # step | update | heldout | rollout | checkpoint | inference | ...
     values: dict[str, Any] = field(default_factory=dict)
     at: float = field(default_factory=time.time)  # seconds since the epoch
     version: int = 1
@@ -65,10 +67,20 @@ class Emitter:
             while len(batch) < 256 and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             events = [event for event in batch if event is not None]
-            try:
-                self._send(events)
-            except redis.RedisError as error:
-                _log.warning("action=metrics_lost count=%d reason=%s", len(events), error)
+            end = time.monotonic() + OUTAGE_S
+            while True:
+                try:
+                    self._send(events)
+                    break
+                except (redis.ConnectionError, redis.TimeoutError) as error:
+                    # Sent twice is fine: who reads them counts a step once.
+                    if time.monotonic() > end:
+                        _log.warning("action=metrics_lost count=%d reason=%s", len(events), error)
+                        break
+                    time.sleep(0.5)
+                except redis.RedisError as error:
+                    _log.warning("action=metrics_lost count=%d reason=%s", len(events), error)
+                    break
             if None in batch:
                 return
 

@@ -57,7 +57,16 @@ def open_environment(self: Task, request_id: str, environment: str) -> None:
 
 @shared_task(name="ingress.reserve_batch", bind=True, ignore_result=True)
 def reserve_batch(self: Task, request_id: str, run: str) -> None:
-    _answer(self, request_id, lambda tenant: workloads.reserve_batch(services(), tenant, run))
+    _answer(
+        self,
+        request_id,
+        lambda tenant: workloads.reserve_batch(services(), tenant, run, request_id),
+    )
+
+
+@shared_task(name="ingress.batch_state", bind=True, ignore_result=True)
+def batch_state(self: Task, request_id: str, run: str, job_id: str) -> None:
+    _answer(self, request_id, lambda tenant: workloads.batch_state(services(), tenant, run, job_id))
 
 
 @shared_task(name="ingress.submit_batch", bind=True, ignore_result=True)

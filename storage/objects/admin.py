@@ -65,20 +65,24 @@ class S3Admin:
             self._iam.delete_access_key(UserName=user, AccessKeyId=key["AccessKeyId"])
 
     def _policy(self, tenant: str) -> dict[str, object]:
-        """The slash after the tenant keeps `a` out of `ab` (bad-inputs B05)."""
+        """The slash after the tenant keeps `a` out of `ab` (bad-inputs B05).
+
+        A tenant reads what is its own, and writes its datasets: specs, outcomes and checkpoints are
+        the platform's word for what was asked for and produced.
+        """
         bucket = f"arn:aws:s3:::{self.bucket}"
         return {
             "Version": "2012-10-17",
             "Statement": [
                 {
                     "Effect": "Allow",
-                    "Action": [
-                        "s3:GetObject",
-                        "s3:PutObject",
-                        "s3:DeleteObject",
-                        "s3:AbortMultipartUpload",
-                    ],
+                    "Action": ["s3:GetObject"],
                     "Resource": f"{bucket}/{tenant}/*",
+                },
+                {
+                    "Effect": "Allow",
+                    "Action": ["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"],
+                    "Resource": f"{bucket}/{tenant}/datasets/*",
                 },
                 {
                     "Effect": "Allow",

@@ -13,6 +13,7 @@
 --   vla:tenant:<tenant>:pending, :running, :rollouts   set; what the tenant's limits count
 --   vla:weights                  hash   tenant -> its share; 1 where absent
 --   vla:charged                  zset   tenants with running workloads -> cost (s) / weight
+--   vla:owed                     zset   tenants without: what they were charged when they left
 --   vla:usage:<tenant>           hash   worker_s, samples, jobs, dropped:<policy>:<reason>
 --   vla:use:<tenant>:<day>       hash   <policy>|<workload>|<what> -> amount; see usage.py
 --   vla:rollouts                 set    jobs whose environments step now
@@ -25,11 +26,16 @@
 --   vla:ready:<base>:<worker>    zset   the same for policies whose slot that worker owns
 --   vla:stage:<stage>[:<base>]   zset   jobs that wait for a stage -> rank
 --   vla:leases                   zset   job -> lease_expires (ms), for stages and training
+--   vla:w:<workload>:gone        set    positions that were dropped before their turn
+--   vla:wake:*, vla:room:*       list   one token, for those who block until something changes
+--   vla:hint:*, vla:draining:*, vla:producing:*   string   who is known to look; expire
+--   vla:bases, vla:seq:*, vla:chore:*   what workers serve; counters; who did a chore last
 --   vla:clear                    list   partitions whose payload is due for clearing
 --   vla:ended                    list   workloads whose outcome is due in the object store
 
 local TABLES = @TABLES@
 local RETENTION_S = 24 * 3600
+local LOG_RETENTION_S = 7 * 24 * 3600
 local PRIORITY_STEP = 1e12
 local MOST_ATTEMPTS = 3
 
@@ -174,18 +180,20 @@ local function free_slot(policy_key)
   enqueue(job_id)
 end
 
--- Tenants pay by measured cost. One that starts again does not collect what it did not use.
+-- Tenants pay by measured cost. Who comes back keeps what it owes, and does not collect what it did
+-- not use: it is charged at least what the least charged of those present is.
 local function joins(tenant)
+  if redis.call('ZSCORE', 'vla:charged', tenant) then return end
   local least = redis.call('ZRANGE', 'vla:charged', 0, 0, 'WITHSCORES')
-  if not redis.call('ZSCORE', 'vla:charged', tenant) then
-    redis.call('ZADD', 'vla:charged', least[2] or 0, tenant)
-  end
+  local owed = redis.call('ZSCORE', 'vla:owed', tenant) or 0
+  redis.call('ZADD', 'vla:charged', math.max(tonumber(least[2] or 0), tonumber(owed)), tenant)
 end
 
 local function leaves(tenant)
-  if redis.call('SCARD', 'vla:tenant:' .. tenant .. ':running') == 0 then
-    redis.call('ZREM', 'vla:charged', tenant)
-  end
+  if redis.call('SCARD', 'vla:tenant:' .. tenant .. ':running') > 0 then return end
+  local owed = redis.call('ZSCORE', 'vla:charged', tenant)
+  if owed then redis.call('ZADD', 'vla:owed', owed, tenant) end
+  redis.call('ZREM', 'vla:charged', tenant)
 end
 
 local function end_workload(id, w, state, reason)
@@ -197,6 +205,11 @@ local function end_workload(id, w, state, reason)
     free_slot(w.policy_key)
   end
   leaves(w.tenant)
+  -- What it was and how it ended stays, in the object store too; its log does not fill the server.
+  for _, name in ipairs({':steps', ':attempts', ':gone'}) do
+    redis.call('EXPIRE', 'vla:w:' .. id .. name, LOG_RETENTION_S)
+  end
+  redis.call('EXPIRE', 'vla:t:' .. w.tenant .. ':w:' .. id .. ':events', LOG_RETENTION_S)
 end
 
 local function poison(job_id, j, what)

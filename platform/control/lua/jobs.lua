@@ -1,3 +1,18 @@
+-- A rollout whose host went silent holds no place that another could use; handed out again, it takes
+-- one anew.
+local function forget_silent_rollouts(most)
+  if redis.call('SCARD', 'vla:rollouts') < most then return end
+  local at = now_ms()
+  for _, job_id in ipairs(redis.call('SMEMBERS', 'vla:rollouts')) do
+    local state, expires, tenant = unpack(redis.call('HMGET', 'vla:j:' .. job_id, 'state',
+      'lease_expires', 'tenant_id'))
+    if state ~= 'reserved' or tonumber(expires) < at then
+      redis.call('SREM', 'vla:rollouts', job_id)
+      if tenant then redis.call('SREM', 'vla:tenant:' .. tenant .. ':rollouts', job_id) end
+    end
+  end
+end
+
 -- Why a running workload may not begin a training job now; nil where it may.
 local function must_wait(id, w, limits)
   local jobs = redis.call('ZCARD', 'vla:w:' .. id .. ':jobs')
@@ -10,9 +25,13 @@ local function must_wait(id, w, limits)
     return 'all reserved'
   end
   if jobs + undurable >= tonumber(w.max_in_flight) then return 'in-flight limit' end
+  if w.kind == 'rl' and w.harness ~= '' then
+    forget_silent_rollouts(limits.rollouts)
+  end
   if w.kind == 'rl' then
     -- So many versions older will its samples be when they are trained.
     if jobs + undurable > tonumber(w.max_policy_staleness) then return 'staleness bound' end
+    if w.harness == '' then return nil end -- the tenant's own environments
     if redis.call('SCARD', 'vla:tenant:' .. w.tenant .. ':rollouts') >= limits.tenant_rollouts then
       return "the tenant's rollout limit"
     end
@@ -32,6 +51,12 @@ local function must_wait(id, w, limits)
   return nil
 end
 
+local function steps_environments(job_id, w)
+  if w.kind ~= 'rl' or w.harness == '' then return end
+  redis.call('SADD', 'vla:rollouts', job_id)
+  redis.call('SADD', 'vla:tenant:' .. w.tenant .. ':rollouts', job_id)
+end
+
 -- reserve(workload, lease_ms, limits_json): a running workload's next position -> reserved.
 -- A reservation whose producer went silent is handed out again under a new fence.
 local function reserve(_, args)
@@ -47,9 +72,14 @@ local function reserve(_, args)
       poison(silent[1], hash(job), 'producer')
       return cjson.encode({wait = 'failed'})
     end
-    redis.call('HSET', job, 'lease_expires', at + lease_ms)
-    redis.call('HINCRBY', job, 'fence', 1)
+    -- Samples of its own place: the producer before may still be writing its.
+    local fence = redis.call('HINCRBY', job, 'fence', 1)
+    local partition, tenant = unpack(redis.call('HMGET', job, 'partition_id', 'tenant_id'))
+    redis.call('RPUSH', 'vla:clear', partition .. ' ' .. tenant)
+    redis.call('HSET', job, 'lease_expires', at + lease_ms,
+      'partition_id', 'p-' .. silent[1] .. '-' .. fence)
     redis.call('ZADD', key .. ':jobs', at + lease_ms, silent[1])
+    steps_environments(silent[1], w)
     return cjson.encode({job = hash(job)})
   end
   local why = must_wait(id, w, cjson.decode(args[3]))
@@ -63,10 +93,7 @@ local function reserve(_, args)
   redis.call('HSET', key, 'next_position', position + 1)
   redis.call('ZADD', key .. ':jobs', at + lease_ms, job_id)
   local rl = w.kind == 'rl'
-  if rl then
-    redis.call('SADD', 'vla:rollouts', job_id)
-    redis.call('SADD', 'vla:tenant:' .. w.tenant .. ':rollouts', job_id)
-  end
+  steps_environments(job_id, w)
   local job = {
     job_id = job_id, workload = id, tenant_id = w.tenant, policy_key = w.policy_key,
     task_type = w.kind, base_model = w.base_model, lifecycle = w.lifecycle or w.kind,
@@ -221,6 +248,7 @@ local function complete(_, args)
     'total_steps', 'total_positions', 'kind'})
   local at = now_ms()
   if j.position ~= w.position then return refuse('ILLEGAL', job_id .. ' is not the next position') end
+  if step > tonumber(w.step) + 1 then return refuse('LEASE_LOST', job_id .. ': the ledger lost a step') end
   if w.kind == 'rl' then redis.call('HSET', key, 'dropped_in_row', 0) end
   if step > tonumber(w.step) then
     redis.call('HSET', key .. ':steps', step, args[5])

@@ -117,6 +117,10 @@ local function rewind(_, args)
   local agrees = tonumber(w.position) == position
   if w.target == 'steps' then agrees = tonumber(w.step) == step end
   if agrees and args[5] ~= '1' then return 0 end
+  -- The lease that found this out did no work on the position: it is no attempt.
+  if tonumber(redis.call('HGET', 'vla:w:' .. id .. ':attempts', w.position) or 0) > 0 then
+    redis.call('HINCRBY', 'vla:w:' .. id .. ':attempts', w.position, -1)
+  end
   go_back(id, w, position, step)
   return 1
 end

@@ -19,7 +19,7 @@ local function submit(_, args)
   return 1
 end
 
--- restore(workload, fields_json): nothing -> any state, from what the object store says of it. Every
+-- restore(workload, fields_json, recorded): nothing -> any state, from what the object store says of it. Every
 -- fence and name starts anew above those from before, so that no late write of then can fit.
 local function restore(_, args)
   local id, fields = args[1], cjson.decode(args[2])
@@ -36,11 +36,12 @@ local function restore(_, args)
   local version = tonumber(redis.call('HGET', policy, 'policy_version') or 0)
   version = math.max(version, tonumber(fields.policy_version))
   redis.call('HSET', policy, 'policy_version', version)
-  if version > 0 then redis.call('HSET', policy, 'current_version', version) end
+  local published = tonumber(redis.call('HGET', policy, 'current_version') or 0)
+  published = math.max(published, tonumber(fields.published_version))
+  if published > 0 then redis.call('HSET', policy, 'current_version', published) end
   remember_policy(fields.policy_key, fields.base_model)
   record(id, fields, state, fields.reason or '')
-  -- Its outcome is in the object store already.
-  if terminal('workload', state) then redis.call('LREM', 'vla:ended', 1, id) end
+  if args[3] == '1' then redis.call('LREM', 'vla:ended', 1, id) end
   return 1
 end
 

@@ -45,7 +45,7 @@ def start(ledger: Ledger, name: str, *, kind: str = "rl", steps: int = 10, **cha
         "tenant": tenant, "policy": policy, "policy_key": f"{tenant}/{policy}", "kind": kind,
         "lifecycle": kind, "base_model": BASE, "schema_signature": "s" * 64,
         "spec_digest": "d" * 64, "priority": 0, "max_in_flight": 2, "max_policy_staleness": 4,
-        "target": "steps" if kind == "rl" else "positions", **changes,
+        "target": "steps" if kind == "rl" else "positions", "harness": "h", **changes,
     }  # fmt: skip
     ledger.submit(name, fields, max_pending=100)
     ledger.prepared(name, total_positions=steps, total_steps=steps)
@@ -294,6 +294,35 @@ def test_a_tenant_that_comes_back_does_not_collect_what_it_did_not_use(ledger: L
     assert charged["late"] == charged["busy"] == 290.0
 
 
+def test_pausing_pays_no_debt(ledger: Ledger):
+    for name in ("debtor", "other"):
+        start(ledger, name, kind="sft", tenant=name)
+    make_ready(ledger, "debtor")
+    (job,) = lease(ledger)
+    complete(ledger, job, step=1, cost_s=50.0)
+    ledger.pause("debtor")
+    ledger.resume("debtor")
+    assert ledger.client.zscore("vla:charged", "debtor") == 50.0
+
+
+def test_a_silent_rollout_holds_no_place(ledger: Ledger):
+    """Its host died, or its tenant went away: others roll out meanwhile."""
+    for name in ("r1", "r2"):
+        start(ledger, name, tenant=name)
+    limits = {"tenant_rollouts": 1, "rollouts": 1}
+    taken(reserve(ledger, "r1", **limits))
+    assert reserve(ledger, "r2", **limits) == "the global rollout limit"
+    wait(ledger, LEASE_S + 1)
+    taken(reserve(ledger, "r2", **limits))
+
+
+def test_a_tenants_own_samples_take_no_rollout_place(ledger: Ledger):
+    start(ledger, "mine", harness="")
+    start(ledger, "r", tenant="b")
+    taken(reserve(ledger, "mine", rollouts=1))
+    taken(reserve(ledger, "r", rollouts=1))
+
+
 def test_a_paused_run_begins_nothing_and_ends_what_it_began(ledger: Ledger):
     start(ledger, "s", kind="sft")
     make_ready(ledger, "s")
@@ -327,6 +356,7 @@ def test_a_restored_run_goes_on_and_refuses_every_write_from_before(ledger: Ledg
             "max_policy_staleness", "total_positions", "total_steps", "created", "base_version",
         )},
         "state": "pending", "prepared": 1, "position": 3, "step": 3, "policy_version": 3,
+        "published_version": 3,
     })  # fmt: skip
     assert ledger.admit("s", max_running=9) == "running"
     with pytest.raises(LeaseLostError):

@@ -40,6 +40,7 @@ class Job:
     attempt: int = 0
     ready_seq: int = 0
     owner: str = ""
+    rolling: bool = True  # takes a place among the active rollouts
 
 
 @dataclass
@@ -100,6 +101,7 @@ class Model:
                 return "failed"
             job.fence += 1
             job.expires = self.now + LEASE_S
+            job.rolling = True
             return job
         taken = run.step + len(run.jobs) if run.kind == "rl" else run.next_position
         if taken >= run.total:
@@ -108,7 +110,11 @@ class Model:
             return "in-flight limit"
         if run.kind == "rl":
             rolling = [job for r in self.runs.values() if r.kind == "rl" for job in r.jobs.values()]
-            rolling = [job for job in rolling if job.state == "reserved"]
+            rolling = [job for job in rolling if job.state == "reserved" and job.rolling]
+            if len(rolling) >= LIMITS.rollouts:
+                for job in rolling:
+                    job.rolling = job.expires >= self.now
+                rolling = [job for job in rolling if job.rolling]
             if sum(job.run.tenant == run.tenant for job in rolling) >= LIMITS.tenant_rollouts:
                 return "the tenant's rollout limit"
             if len(rolling) >= LIMITS.rollouts:
@@ -202,7 +208,8 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
                 "tenant": tenant, "policy": name, "policy_key": f"{tenant}/{name}", "kind": kind,
                 "lifecycle": kind, "base_model": BASE, "schema_signature": "s",
                 "spec_digest": "d", "priority": run.priority, "max_in_flight": run.most,
-                "max_policy_staleness": 100, "target": "steps" if kind == "rl" else "positions",
+                "max_policy_staleness": 100, "harness": "h",
+                "target": "steps" if kind == "rl" else "positions",
             }  # fmt: skip
             self.ledger.submit(name, fields, max_pending=99)
             self.ledger.prepared(name, total_positions=run.total, total_steps=run.total)

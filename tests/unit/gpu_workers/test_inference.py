@@ -288,7 +288,6 @@ def test_what_does_not_fit_is_refused_with_its_reason(make_config, make_service)
         ({"policy": "other"}, NotFoundError, "policy"),
         ({"return_values": True}, UnsupportedError, "value"),
         ({"return_log_probs": True}, UnsupportedError, "log-prob"),
-        ({"sample": True}, UnsupportedError, "samples"),
         ({"return_features": True}, UnsupportedError, "features"),
         ({"tasks": ("word " * 4000,)}, DataError, "tokens"),
     ):

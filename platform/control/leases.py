@@ -1,0 +1,80 @@
+"""Keeps a leased job for as long as somebody works on it, however long a step takes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vla_platform.control.ledger import Ledger
+from vla_platform.control.training_job import TrainingJob
+from vla_platform.errors import LeaseLostError
+from vla_storage.errors import CodedError
+
+_log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """What the work asks between its steps: raises once the lease is lost."""
+
+    def __init__(self) -> None:
+        self.lost: LeaseLostError | None = None
+        self.progress = ""
+
+    def check(self, progress: str = "") -> None:
+        """Raises `LeaseLostError` once the job is cancelled or somebody else's."""
+        self.progress = progress or self.progress
+        if self.lost is not None:
+            raise self.lost
+
+
+@contextmanager
+def kept_alive(
+    ledger: Ledger, job: TrainingJob, *, lease_s: float, producing: bool = False
+) -> Iterator[Keeper]:
+    """Renew the job's lease from a thread; with `producing`, also that its run has a producer."""
+    keeper, over = Keeper(), threading.Event()
+
+    def renew() -> None:
+        while not over.wait(lease_s / 4):
+            try:
+                ledger.renew(job, lease_s=lease_s, progress=keeper.progress)
+                if producing:
+                    ledger.producing(job.workload, for_s=lease_s)
+            except LeaseLostError as error:
+                keeper.lost = error
+                return
+            except CodedError as error:
+                _log.warning("action=renewal_failed job=%s reason=%s", job.job_id, error)
+
+    thread = threading.Thread(target=renew, name=f"lease-{job.job_id[-12:]}", daemon=True)
+    thread.start()
+    try:
+        yield keeper
+    finally:
+        over.set()
+        thread.join(5)
+
+
+@contextmanager
+def announced(ledger: Ledger, run: str, *, for_s: float) -> Iterator[None]:
+    """Let the reconciler know that somebody prepares this run."""
+    over = threading.Event()
+
+    def announce() -> None:
+        while True:
+            try:
+                ledger.preparing(run, for_s=for_s)
+            except CodedError as error:
+                _log.warning("action=announcement_failed workload=%s reason=%s", run, error)
+            if over.wait(for_s / 4):
+                return
+
+    thread = threading.Thread(target=announce, name="preparing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(5)
