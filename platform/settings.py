@@ -80,6 +80,10 @@ class Settings(BaseModel):
     )
     role: str = Field("", description="control | sft | gpu | beat | flower | metrics | env-...")
     port: int = Field(0, description="where the metrics collector listens; 0: 9100")
+    page_user: str = "admin"
+    page_password: str = Field("", description="of the operators' page")
+    tls_cert: Path | None = Field(None, description="of the operators' page; None: no TLS")
+    tls_key: Path | None = None
     ready_file: Path | None = Field(None, description="created once the process is ready")
 
     def reserve_limits(self) -> ReserveLimits:

@@ -72,6 +72,8 @@ def up(
     )
     console.print(f"ready. Flower: {info.flower_url}, user {info.flower_user}, password:")
     console.print(f"flower_password in {var}/credentials.json. Metrics: {info.metrics_url}")
+    if info.page_url:
+        console.print(f"Operators' page, same user and password: {info.page_url}")
     console.print("next: vla tenants add NAME; stop with vla down")
 
 
