@@ -61,7 +61,10 @@ class Served:
     def __init__(self, url: str) -> None:
         self.ledger = Ledger.connect(url)
         self.ledger.load()
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        # As servers make them: asyncio switches the wait for fuller packets off by the protocol.
+        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
         page = create_page(self.ledger, user=USER, password=PASSWORD)
         self._server = uvicorn.Server(uvicorn.Config(page, log_level="error"))
         threading.Thread(

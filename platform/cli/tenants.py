@@ -151,7 +151,7 @@ def limits(
         changes["storage_quota_bytes"] = int(storage_gb * (1 << 30)) or None
     with operator(var) as one:
         tenant = tenants.set_limits(one.objects, name, **changes)
-        used = usage.month_so_far(one.ledger.client, name)
+        (used,) = usage.month_so_far(one.ledger.client, [name])
         stored = usage.stored_bytes(one.objects, name)
     row = {
         "tenant": name,

@@ -146,6 +146,7 @@ def _tenants(client: Any, names: list[str], weights: dict[str, str]) -> tuple[Te
             for what in ("running", "pending", "rollouts"):
                 pipe.scard(f"vla:tenant:{name}:{what}")
         counts = pipe.execute()
+    used = month_so_far(client, names)
     return tuple(
         TenantRow(
             tenant=name,
@@ -153,7 +154,7 @@ def _tenants(client: Any, names: list[str], weights: dict[str, str]) -> tuple[Te
             pending=counts[3 * at + 1],
             rollouts=counts[3 * at + 2],
             weight=float(weights.get(name, 1)),
-            used=month_so_far(client, name),
+            used=used[at],
         )
         for at, name in enumerate(names)
     )
