@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vla_platform.cli import audit, checkpoints, envs, runs, schedules, tenants, usage
+from vla_platform.cli import audit, checkpoints, envs, runs, schedules, tenants, usage, workers
 from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
 from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
@@ -27,6 +27,8 @@ app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(envs.app, name="env")
 app.add_typer(schedules.app, name="schedules")
+app.add_typer(workers.app, name="workers")
+app.add_typer(workers.maintain, name="maintenance")
 app.add_typer(schedules.evaluations, name="evaluations")
 app.command("submit")(runs.submit)
 app.command("explain")(runs.explain)

@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import time
+import xmlrpc.client
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -139,6 +140,37 @@ def logs(var: Path, role: str, *, follow: bool = False, lines: int = 200) -> Ite
                     yield line.rstrip("\n")
                 else:
                     time.sleep(0.2)
+
+
+def restart_role(var: Path, role: str, *, timeout_s: float = 120.0) -> None:
+    """Stop one role in order, start it, and wait until it is ready.
+
+    Raises `ConfigurationError` for an unknown role or one that does not come back.
+    """
+    var = var.resolve()
+    info = stack_info.load(var)
+    if info is None or role not in info.roles:
+        raise ConfigurationError(f"no role {role!r} here; see `vla status`")
+    known = {one.name: one for one in ROLES}
+    with _exclusive(var), supervisor.connect(info) as remote:
+        (group,) = (raw["group"] for raw in remote.getAllProcessInfo() if raw["name"] == role)
+        with suppress(xmlrpc.client.Fault):
+            remote.stopProcess(f"{group}:{role}", False)  # it may be down already
+        deadline = time.monotonic() + timeout_s
+        while _status(info, remote.getProcessInfo(f"{group}:{role}")).pid is not None:
+            if time.monotonic() > deadline:
+                raise ConfigurationError(f"{role} does not stop", role=role)
+            time.sleep(0.1)
+        (var / "ready" / role).unlink(missing_ok=True)
+        starts_file(var, role).unlink(missing_ok=True)
+        remote.startProcess(f"{group}:{role}", False)
+        deadline = time.monotonic() + timeout_s
+        while not is_ready(info, role, known.get(role)):
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"{role} is not ready after {timeout_s:.0f} s: `vla logs {role}`", role=role
+                )
+            time.sleep(0.05)
 
 
 def _start_stopped(info: StackInfo) -> None:
