@@ -80,6 +80,7 @@ class Settings(BaseModel):
     )
     role: str = Field("", description="control | sft | gpu | beat | flower | metrics | env-...")
     port: int = Field(0, description="where the metrics collector listens; 0: 9100")
+    metrics_sinks: str = Field("", description="kind=target by comma; see metrics/sinks")
     page_user: str = "admin"
     page_password: str = Field("", description="of the operators' page")
     tls_cert: Path | None = Field(None, description="of the operators' page; None: no TLS")
