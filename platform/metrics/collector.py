@@ -199,7 +199,7 @@ def main() -> None:
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     signal.signal(signal.SIGINT, lambda *_: stopping.set())
-    start_http_server(settings.port or 9100, addr="127.0.0.1")
+    start_http_server(settings.port or 9100, addr=settings.host)
     open_group(client)
     while not stopping.is_set():
         try:

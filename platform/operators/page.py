@@ -146,7 +146,7 @@ def main() -> None:
     page = create_page(ledger, user=settings.page_user, password=settings.page_password)
     uvicorn.run(
         page,
-        host="127.0.0.1",
+        host=settings.host,
         port=settings.port or 8088,
         log_level="warning",
         server_header=False,
