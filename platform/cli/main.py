@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +37,7 @@ app.command("demos")(envs.demos)
 app.command("audit")(audit.audit)
 app.command("usage")(usage.usage)
 
+_RUN = re.compile(r"(sft|rl)-[0-9a-f]{20}")
 Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 
 
@@ -110,14 +112,21 @@ def status(var: Var = Path("var"), format: Format = "table") -> None:
 
 @app.command()
 def logs(
-    role: Annotated[str, typer.Argument(help="such as gpu, control, sft; see `vla status`")],
+    role: Annotated[
+        str, typer.Argument(help="such as gpu, control, sft; or a run's id: its lines of all")
+    ],
     var: Var = Path("var"),
     follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
     lines: int = 200,
 ) -> None:
-    """The log of one process."""
+    """The log of one process, or what all processes say of one run."""
     from vla_platform.stack.operate import logs as read
+    from vla_platform.stack.operate import logs_of_run
 
+    if _RUN.fullmatch(role):
+        for line in logs_of_run(var, role, follow=follow):
+            typer.echo(line)
+        return
     for line in read(var, role, follow=follow, lines=lines):
         typer.echo(line)
 

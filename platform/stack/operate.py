@@ -142,6 +142,47 @@ def logs(var: Path, role: str, *, follow: bool = False, lines: int = 200) -> Ite
                     time.sleep(0.2)
 
 
+def logs_of_run(var: Path, run: str, *, follow: bool = False) -> Iterator[str]:
+    """The lines of all processes that name one run, oldest first, then new ones (`follow`).
+
+    Raises `ConfigurationError` where no stack was started here.
+    """
+    var = var.resolve()
+    known = stack_info.load(var)
+    if known is None:
+        raise ConfigurationError(f"no stack in {var}; name its folder with --var")
+    named = re.compile(rf"(?<![\w-]){re.escape(run)}(?![\w])")
+    places = dict.fromkeys(known.roles, 0)
+    while True:
+        found = []
+        for role in places:
+            path = _log(var, role)
+            if not path.exists():
+                continue
+            if path.stat().st_size < places[role]:
+                places[role] = 0  # it was rotated
+            with path.open("rb") as file:
+                file.seek(places[role])
+                for raw in file:
+                    if not raw.endswith(b"\n"):
+                        break  # the rest of the line is still to come
+                    places[role] += len(raw)
+                    line = raw.decode(errors="replace").rstrip("\n")
+                    if named.search(line):
+                        found.append((_time_of(line), role, line))
+        for _, role, line in sorted(found, key=lambda one: one[0]):
+            yield f"{role:<12} {line}"
+        if not follow:
+            return
+        time.sleep(0.3)
+
+
+def _time_of(line: str) -> str:
+    """Of both forms, `2026-01-01 12:00:00,000` and `[2026-01-01 12:00:00,000: INFO/...]`."""
+    stamp = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3}", line[:40])
+    return stamp.group().replace(".", ",") if stamp else ""
+
+
 def restart_role(var: Path, role: str, *, timeout_s: float = 120.0) -> None:
     """Stop one role in order, start it, and wait until it is ready.
 
