@@ -79,7 +79,13 @@ class Settings(BaseModel):
         "", description="host[:port] names that `external` environments may connect to, by comma"
     )
     role: str = Field("", description="control | sft | gpu | beat | flower | metrics | env-...")
+    host: str = Field("127.0.0.1", description="where collector and page listen")
     port: int = Field(0, description="where the metrics collector listens; 0: 9100")
+    metrics_sinks: str = Field("", description="kind=target by comma; see metrics/sinks")
+    page_user: str = "admin"
+    page_password: str = Field("", description="of the operators' page")
+    tls_cert: Path | None = Field(None, description="of the operators' page; None: no TLS")
+    tls_key: Path | None = None
     ready_file: Path | None = Field(None, description="created once the process is ready")
 
     def reserve_limits(self) -> ReserveLimits:

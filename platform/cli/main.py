@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vla_platform.cli import audit, checkpoints, envs, runs, schedules, tenants, usage
+from vla_platform.cli import audit, checkpoints, envs, runs, schedules, tenants, usage, workers
 from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
 from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
@@ -27,6 +28,8 @@ app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(envs.app, name="env")
 app.add_typer(schedules.app, name="schedules")
+app.add_typer(workers.app, name="workers")
+app.add_typer(workers.maintain, name="maintenance")
 app.add_typer(schedules.evaluations, name="evaluations")
 app.command("submit")(runs.submit)
 app.command("explain")(runs.explain)
@@ -34,6 +37,7 @@ app.command("demos")(envs.demos)
 app.command("audit")(audit.audit)
 app.command("usage")(usage.usage)
 
+_RUN = re.compile(r"(sft|rl)-[0-9a-f]{20}")
 Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 
 
@@ -72,6 +76,8 @@ def up(
     )
     console.print(f"ready. Flower: {info.flower_url}, user {info.flower_user}, password:")
     console.print(f"flower_password in {var}/credentials.json. Metrics: {info.metrics_url}")
+    if info.page_url:
+        console.print(f"Operators' page, same user and password: {info.page_url}")
     console.print("next: vla tenants add NAME; stop with vla down")
 
 
@@ -106,14 +112,21 @@ def status(var: Var = Path("var"), format: Format = "table") -> None:
 
 @app.command()
 def logs(
-    role: Annotated[str, typer.Argument(help="such as gpu, control, sft; see `vla status`")],
+    role: Annotated[
+        str, typer.Argument(help="such as gpu, control, sft; or a run's id: its lines of all")
+    ],
     var: Var = Path("var"),
     follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
     lines: int = 200,
 ) -> None:
-    """The log of one process."""
+    """The log of one process, or what all processes say of one run."""
     from vla_platform.stack.operate import logs as read
+    from vla_platform.stack.operate import logs_of_run
 
+    if _RUN.fullmatch(role):
+        for line in logs_of_run(var, role, follow=follow):
+            typer.echo(line)
+        return
     for line in read(var, role, follow=follow, lines=lines):
         typer.echo(line)
 

@@ -51,6 +51,19 @@ class Operator:
             payload_quota_bytes=payload_quota_bytes,
         )
 
+    def rotate(self, name: str) -> str:
+        return tenants.rotate_tenant(
+            name,
+            client=self.ledger.client,
+            objects=self.objects,
+            iam=self.iam,
+            redis_url=self.info.redis_url,
+            s3_endpoint=self.info.s3.endpoint,
+            bucket=self.info.s3.bucket,
+            payload_url=self.info.payload_url,
+            payload_clients=self.payload_clients,
+        )
+
     def remove(self, name: str) -> None:
         tenants.remove_tenant(
             name,
@@ -151,7 +164,7 @@ def limits(
         changes["storage_quota_bytes"] = int(storage_gb * (1 << 30)) or None
     with operator(var) as one:
         tenant = tenants.set_limits(one.objects, name, **changes)
-        used = usage.month_so_far(one.ledger.client, name)
+        (used,) = usage.month_so_far(one.ledger.client, [name])
         stored = usage.stored_bytes(one.objects, name)
     row = {
         "tenant": name,
@@ -161,6 +174,21 @@ def limits(
         "stored_bytes": stored,
     }
     emit(row, format, table_of([row]))
+
+
+@app.command()
+def rotate(
+    name: Annotated[str, typer.Argument(help="the tenant's name")],
+    var: Var = Path("var"),
+    format: Format = "table",
+) -> None:
+    """New password and keys; the old ones end at once. Prints the new URL once."""
+    with operator(var) as one:
+        url = one.rotate(name)
+    if format == "json":
+        emit({"tenant": name, "url": url}, format, table_of([]))
+    else:
+        typer.echo(url)
 
 
 @app.command()

@@ -92,13 +92,48 @@ def add_tenant(
         raise TenantError(
             f"tenant {name} exists; `vla tenants remove {name}` first", tenant=name
         ) from error
-    access_key, secret_key = iam.create_tenant(name)
+    keys = iam.create_tenant(name)
     apply_acl(client, tenant)
     for payload_client in payload_clients:
         apply_payload_access(payload_client, tenant)
+    return _url(
+        name, password, keys, redis_url=redis_url, s3_endpoint=s3_endpoint, bucket=bucket,
+        payload_url=payload_url,
+    )  # fmt: skip
+
+
+def rotate_tenant(
+    name: str, *, client: Any, objects: ObjectStore, iam: S3Admin, redis_url: str,
+    s3_endpoint: str | None, bucket: str, payload_url: str = "",
+    payload_clients: Sequence[Any] = (),
+) -> str:  # fmt: skip
+    """New password and keys; the old ones and the connections made with them end at once.
+
+    Returns the new URL. What the tenant runs goes on. Raises `TenantError` for an unknown name.
+    """
+    password = secrets.token_urlsafe(24)
+    digest = hashlib.sha256(password.encode()).hexdigest()
+    tenant = _change_record(objects, name, password_sha256=digest)
+    keys = iam.create_tenant(name)
+    apply_acl(client, tenant)
+    for payload_client in payload_clients:
+        apply_payload_access(payload_client, tenant)
+    for one in (client, *payload_clients):
+        # A new password alone would leave who is in where he is.
+        one.execute_command("CLIENT", "KILL", "USER", name)
+    return _url(
+        name, password, keys, redis_url=redis_url, s3_endpoint=s3_endpoint, bucket=bucket,
+        payload_url=payload_url,
+    )  # fmt: skip
+
+
+def _url(
+    name: str, password: str, keys: tuple[str, str], *, redis_url: str, s3_endpoint: str | None,
+    bucket: str, payload_url: str,
+) -> str:  # fmt: skip
     parts = urlsplit(redis_url)
     host = f"{name}:{quote(password)}@{parts.hostname}:{parts.port or 6379}"
-    query = {"bucket": bucket, "access_key": access_key, "secret_key": secret_key}
+    query = {"bucket": bucket, "access_key": keys[0], "secret_key": keys[1]}
     if s3_endpoint:
         query["endpoint"] = s3_endpoint
     if payload_url:
@@ -125,12 +160,16 @@ def remove_tenant(
 
 def set_limits(objects: ObjectStore, name: str, **limits: float | int | None) -> Tenant:
     """Change `monthly_worker_s` or `storage_quota_bytes` of a tenant; None: no limit."""
+    return _change_record(objects, name, **limits)
+
+
+def _change_record(objects: ObjectStore, name: str, **changes: Any) -> Tenant:
     for _ in range(100):
         try:
             raw, etag = objects.get_with_etag(record_key(name))
         except ObjectNotFoundError:
             raise TenantError(f"no tenant {name}", tenant=name) from None
-        changed = replace(Tenant(**json.loads(raw)), **limits)  # type: ignore[arg-type]
+        changed = replace(Tenant(**json.loads(raw)), **changes)
         try:
             objects.put(record_key(name), json.dumps(asdict(changed)).encode(), if_match=etag)
         except ObjectChangedError:

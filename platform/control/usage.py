@@ -3,6 +3,7 @@ as statements in the object store.
 
     vla:use:<tenant>:<day>                  hash  <policy>|<workload>|<what> -> amount; `day` counts
                                                   from 1970-01-01, UTC
+    vla:use:<tenant>:<month>                hash  <what> -> amount; `month` is such as 2026-11
     platform/usage/<tenant>/<date>.json     the statement; <tenant>/usage/<date>.json is its copy
 
 Training is counted by the ledger in the same step that completes a job, inference in the same
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
@@ -79,6 +80,10 @@ def use_key(tenant: str, day: int) -> str:
     return f"vla:use:{tenant}:{day}"
 
 
+def month_key(tenant: str, day: date) -> str:
+    return f"vla:use:{tenant}:{day:%Y-%m}"
+
+
 def day_number(day: date) -> int:
     return (day - _EPOCH).days
 
@@ -96,7 +101,9 @@ def count(
     for what, amount in amounts.items():
         pipe.hincrbyfloat(key, f"{policy}|{workload}|{what}", amount)
         pipe.hincrbyfloat(key, f"||{what}", amount)
+        pipe.hincrbyfloat(month_key(tenant, day), what, amount)
     pipe.expire(key, KEEP_S)
+    pipe.expire(month_key(tenant, day), KEEP_S)
 
 
 def statement(client: Any, tenant: str, day: date, *, stored_bytes: int | None = None) -> Statement:
@@ -137,6 +144,7 @@ def write_statements(services: Services) -> int:
     changed = 0
     for tenant in list_tenants(objects):
         name = tenant.tenant_id
+        _give_back_month(client, objects, name, now)
         for day in (now - timedelta(days=1), now):
             written = read_statement(objects, name, day.isoformat())
             _give_back(client, name, day, written)
@@ -172,6 +180,27 @@ def _give_back(client: Any, tenant: str, day: date, written: Statement | None) -
         pipe.execute()
 
 
+def _give_back_month(client: Any, objects: ObjectStore, tenant: str, now: date) -> None:
+    """What was used before yesterday; the other days come back with their own statements."""
+    key = month_key(tenant, now)
+    if client.hexists(key, _MARK):
+        return
+    totals: dict[str, float] = defaultdict(float)
+    if not client.exists(key) or not client.exists(
+        use_key(tenant, day_number(now - timedelta(days=2)))
+    ):
+        for one in statements(objects, f"platform/usage/{tenant}/", month=f"{now:%Y-%m}"):
+            if date.fromisoformat(one.day) < now - timedelta(days=1):
+                for what, amount in one.totals.items():
+                    totals[what] += amount
+    with client.pipeline() as pipe:
+        pipe.hset(key, _MARK, 1)
+        for what, amount in totals.items():
+            pipe.hincrbyfloat(key, what, amount)
+        pipe.expire(key, KEEP_S)
+        pipe.execute()
+
+
 def read_statement(objects: ObjectStore, tenant: str, day: str) -> Statement | None:
     try:
         return Statement.from_json(objects.get(statement_key(tenant, day)))
@@ -192,26 +221,24 @@ def stored_bytes(objects: ObjectStore, tenant: str) -> int | None:
     return None if last is None else last.counts.size_bytes
 
 
-def month_so_far(client: Any, tenant: str) -> dict[str, float]:
-    """Totals of the current month, by the ledger."""
+def month_so_far(client: Any, tenants: Sequence[str]) -> list[dict[str, float]]:
+    """Totals of the current month of each tenant, by the ledger."""
     now = today(client)
     with client.pipeline(transaction=False) as pipe:
-        for day in range(1, now.day + 1):
-            number = day_number(now.replace(day=day))
-            pipe.hmget(use_key(tenant, number), *[f"||{what}" for what in Use])
+        for tenant in tenants:
+            pipe.hmget(month_key(tenant, now), *Use)
         found = pipe.execute()
-    totals: dict[str, float] = defaultdict(float)
-    for amounts in found:
-        for what, amount in zip(Use, amounts, strict=True):
-            totals[what] += float(amount or 0)
-    return dict(totals)
+    return [
+        {str(what): float(amount or 0) for what, amount in zip(Use, amounts, strict=True)}
+        for amounts in found
+    ]
 
 
 def check_budget(services: Services, tenant: Tenant) -> None:
     """Raises `QuotaError` where the month's worker-seconds or the storage are used up."""
     if tenant.monthly_worker_s is not None:
         client = services.ledger.client
-        used = month_so_far(client, tenant.tenant_id)
+        (used,) = month_so_far(client, [tenant.tenant_id])
         spent = used[Use.WORKER_S] + used[Use.BACKBONE_S]
         if spent >= tenant.monthly_worker_s:
             following = (today(client).replace(day=1) + timedelta(days=32)).replace(day=1)

@@ -13,6 +13,7 @@ from typing import Any
 
 from vla_platform.control import admission, dispatch, usage
 from vla_platform.control.ledger import workload_id
+from vla_platform.control.maintenance import refuse_in_maintenance
 from vla_platform.control.outcomes import record_outcome
 from vla_platform.control.services import Services
 from vla_platform.control.states import JobState, Lifecycle, Stage
@@ -45,6 +46,7 @@ def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
         # An id that was returned once is returned again, whatever became of the data since.
         if services.ledger.workload(run)["spec_digest"] == digest:
             return run
+    refuse_in_maintenance(services.ledger.client)
     usage.check_budget(services, read_tenant(services.objects, tenant))
     signature = admission.check(services, tenant, spec)
     try:

@@ -14,14 +14,17 @@ import os
 import signal
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import redis
 from prometheus_client import Counter, Gauge, start_http_server
 
 from vla_platform.control import usage
-from vla_platform.metrics.events import PLATFORM_STREAM
+from vla_platform.metrics.events import PLATFORM_STREAM, Event
+from vla_platform.metrics.sinks import Sink, open_sinks
 from vla_platform.settings import load_settings
+from vla_storage.audit_findings import Severity
 from vla_storage.errors import StorageError
 from vla_storage.objects import ObjectStore, S3ObjectStore
 
@@ -44,13 +47,30 @@ FORWARD = Gauge("vla_inference_forward_ms", "Mean time of a forward", ["base_mod
 DECODE = Gauge("vla_inference_decode_ms", "Mean time of decoding a batch", ["base_model"])
 WAITED = Gauge("vla_inference_waited_ms", "Longest wait for a batch", ["tenant", "base_model"])
 DEPTH = Gauge("vla_inference_queue_depth", "Samples that wait in a worker", ["base_model"])
+SUCCESS = Gauge(
+    "vla_evaluation_success_rate", "Of the last evaluation", ["tenant", "policy", "suite"]
+)
+REGRESSIONS = Counter(
+    "vla_evaluation_regressions_total", "Drops beyond their interval", ["tenant", "policy"]
+)
+SCHEDULES = Counter("vla_schedule_events_total", "Schedules", ["tenant", "state"])
+FINDINGS = Gauge("vla_audit_findings", "Of the last audit", ["tenant", "severity"])
+STORED = Gauge("vla_stored_bytes", "At the last audit", ["tenant"])
+AUDITED = Gauge("vla_last_audit_seconds", "When the last audit ended, Unix time", ["tenant"])
+WORKLOADS = Gauge("vla_workloads", "Workloads", ["state"])
+WORKERS = Gauge("vla_training_workers", "Training workers that are alive")
+ROLLOUTS = Gauge("vla_rollouts", "Rollouts whose environments step")
+LAG = Gauge("vla_metrics_backlog", "Events that are not collected yet")
+LOST = Counter("vla_sink_errors_total", "Events that a sink did not take", ["sink"])
 READY = Gauge("vla_ready_jobs", "Training jobs that wait", ["base_model"])
 
 _log = logging.getLogger(__name__)
 Entry = tuple[str, dict[str, Any]]
 
 
-def collect(client: Any, objects: ObjectStore, *, block_ms: int = BLOCK_MS) -> int:
+def collect(
+    client: Any, objects: ObjectStore, *, block_ms: int = BLOCK_MS, sinks: Sequence[Sink] = ()
+) -> int:
     """One round: unacknowledged entries first, then new ones. Returns how many were stored."""
     for start, wait in (("0", None), (">", block_ms)):
         found = client.xreadgroup(GROUP, CONSUMER, {PLATFORM_STREAM: start}, BATCH, block=wait)
@@ -59,6 +79,7 @@ def collect(client: Any, objects: ObjectStore, *, block_ms: int = BLOCK_MS) -> i
             events = [(entry, json.loads(fields["event"])) for entry, fields in entries]
             _store(objects, events)
             _acknowledge(client, events)
+            forward(sinks, events)
             return len(entries)
     return 0
 
@@ -106,6 +127,16 @@ def _count(tenant: str, workload: str, event: dict[str, Any]) -> None:
     values = event["values"]
     if event["kind"] == "inference":
         _count_inference(tenant, values)
+    elif event["kind"] == "evaluated":
+        SUCCESS.labels(tenant, values["policy"], values["suite"]).set(values["success_rate"])
+        REGRESSIONS.labels(tenant, values["policy"]).inc(int(values["regression"]))
+    elif event["kind"] == "schedule":
+        SCHEDULES.labels(tenant, values["state"]).inc()
+    elif event["kind"] == "audit":
+        for severity in Severity:
+            FINDINGS.labels(tenant, severity).set(values[severity])
+        STORED.labels(tenant).set(values["size_bytes"])
+        AUDITED.labels(tenant).set(event["at"])
     if event["kind"] != "step":
         return
     STEPS.labels(tenant, workload).inc()
@@ -126,6 +157,34 @@ def _count_inference(tenant: str, values: dict[str, Any]) -> None:
     DEPTH.labels(base_model).set(values["queue_depth"])
 
 
+def measure(client: Any) -> None:
+    """Gauges of the ledger's state."""
+    workers = client.zrange("vla:workers", 0, -1)
+    for base_model in client.hkeys("vla:bases"):
+        queues = [f"vla:ready:{base_model}"]
+        queues += [f"vla:ready:{base_model}:{worker}" for worker in workers]
+        READY.labels(base_model).set(sum(client.zcard(one) for one in queues))
+    for state in ("pending", "running", "paused"):
+        WORKLOADS.labels(state).set(client.scard(f"vla:{state}"))
+    WORKERS.set(len(workers))
+    ROLLOUTS.set(client.scard("vla:rollouts"))
+    groups = client.xinfo_groups(PLATFORM_STREAM)
+    LAG.set(sum((group.get("lag") or 0) + group["pending"] for group in groups))
+
+
+def forward(sinks: Sequence[Sink], entries: list[Entry]) -> None:
+    """To every sink; what one of them does not take is lost to it alone."""
+    for sink in sinks:
+        for _, raw in entries:
+            try:
+                sink.write(Event(**raw))
+            except Exception as error:  # a tracker's own errors are many, and none may stop us
+                LOST.labels(type(sink).__name__).inc()
+                _log.warning(
+                    "action=event_not_sunk sink=%s reason=%.200r", type(sink).__name__, error
+                )
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     settings = load_settings()
@@ -136,19 +195,21 @@ def main() -> None:
         access_key=settings.s3_access_key,
         secret_key=settings.s3_secret_key,
     )
+    sinks = open_sinks(settings.metrics_sinks)
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     signal.signal(signal.SIGINT, lambda *_: stopping.set())
-    start_http_server(settings.port or 9100, addr="127.0.0.1")
+    start_http_server(settings.port or 9100, addr=settings.host)
     open_group(client)
     while not stopping.is_set():
         try:
-            collect(client, objects)
-            for base_model in client.hkeys("vla:bases"):
-                READY.labels(base_model).set(client.zcard(f"vla:ready:{base_model}"))
+            collect(client, objects, sinks=sinks)
+            measure(client)
         except (redis.RedisError, StorageError) as error:
             _log.warning("action=collect_failed pid=%d reason=%s", os.getpid(), error)
             stopping.wait(1.0)
+    for sink in sinks:
+        sink.close()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 ADMIN = "admin"
 # Roles that manage the broker's users.
 _ADMINISTRATORS = (ADMIN, "control")
-_ROLE_RULES = "~* &* +@all -@admin -@dangerous +info +config|get"
+_ROLE_RULES = "~* &* +@all -@admin -@dangerous +info +config|get +sort_ro"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,7 @@ class StackInfo:
     external: tuple[str, ...]  # servers that somebody else runs
     ports: dict[str, int]
     supervisor_password: str
+    page_url: str = ""  # the same user and password as Flower's
     arena: Path | None = None  # shared memory of its processes
 
     def environment(self) -> dict[str, str]:
@@ -128,6 +129,7 @@ def plan(
         flower_url=f"http://{LOOPBACK}:{ports['flower']}" if "flower" in ports else "",
         flower_user=credentials.flower_user,
         flower_password=credentials.flower_password,
+        page_url=f"http://{LOOPBACK}:{ports['page']}" if "page" in ports else "",
         metrics_url=f"http://{LOOPBACK}:{ports['metrics']}" if "metrics" in ports else "",
         signing_key_file=signing_key,
         dataset_roots=dataset_roots,

@@ -123,6 +123,9 @@ def _worker_program(info: StackInfo, role: Role, credentials: Credentials) -> Pr
         variables["VLA_FLOWER_USER"] = info.flower_user
         variables["VLA_FLOWER_PASSWORD"] = info.flower_password
         variables["FLOWER_BASIC_AUTH"] = f"{info.flower_user}:{info.flower_password}"
+    if role.name == "page":
+        variables["VLA_PAGE_USER"] = info.flower_user
+        variables["VLA_PAGE_PASSWORD"] = info.flower_password
     waits = [f"{LOOPBACK}:{info.ports[name]}" for name in SERVERS if name in info.roles]
     return Program(
         name=role.name,

@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import time
+import xmlrpc.client
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -139,6 +140,78 @@ def logs(var: Path, role: str, *, follow: bool = False, lines: int = 200) -> Ite
                     yield line.rstrip("\n")
                 else:
                     time.sleep(0.2)
+
+
+def logs_of_run(var: Path, run: str, *, follow: bool = False) -> Iterator[str]:
+    """The lines of all processes that name one run, oldest first, then new ones (`follow`).
+
+    Raises `ConfigurationError` where no stack was started here.
+    """
+    var = var.resolve()
+    known = stack_info.load(var)
+    if known is None:
+        raise ConfigurationError(f"no stack in {var}; name its folder with --var")
+    named = re.compile(rf"(?<![\w-]){re.escape(run)}(?![\w])")
+    places = dict.fromkeys(known.roles, 0)
+    while True:
+        found = []
+        for role in places:
+            path = _log(var, role)
+            if not path.exists():
+                continue
+            if path.stat().st_size < places[role]:
+                places[role] = 0  # it was rotated
+            with path.open("rb") as file:
+                file.seek(places[role])
+                for raw in file:
+                    if not raw.endswith(b"\n"):
+                        break  # the rest of the line is still to come
+                    places[role] += len(raw)
+                    line = raw.decode(errors="replace").rstrip("\n")
+                    if named.search(line):
+                        found.append((_time_of(line), role, line))
+        for _, role, line in sorted(found, key=lambda one: one[0]):
+            yield f"{role:<12} {line}"
+        if not follow:
+            return
+        time.sleep(0.3)
+
+
+def _time_of(line: str) -> str:
+    """Of both forms, `2026-01-01 12:00:00,000` and `[2026-01-01 12:00:00,000: INFO/...]`."""
+    stamp = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3}", line[:40])
+    return stamp.group().replace(".", ",") if stamp else ""
+
+
+def restart_role(var: Path, role: str, *, timeout_s: float = 120.0) -> None:
+    """Stop one role in order, start it, and wait until it is ready.
+
+    Raises `ConfigurationError` for an unknown role or one that does not come back.
+    """
+    var = var.resolve()
+    info = stack_info.load(var)
+    if info is None or role not in info.roles:
+        raise ConfigurationError(f"no role {role!r} here; see `vla status`")
+    known = {one.name: one for one in ROLES}
+    with _exclusive(var), supervisor.connect(info) as remote:
+        (group,) = (raw["group"] for raw in remote.getAllProcessInfo() if raw["name"] == role)
+        with suppress(xmlrpc.client.Fault):
+            remote.stopProcess(f"{group}:{role}", False)  # it may be down already
+        deadline = time.monotonic() + timeout_s
+        while _status(info, remote.getProcessInfo(f"{group}:{role}")).pid is not None:
+            if time.monotonic() > deadline:
+                raise ConfigurationError(f"{role} does not stop", role=role)
+            time.sleep(0.1)
+        (var / "ready" / role).unlink(missing_ok=True)
+        starts_file(var, role).unlink(missing_ok=True)
+        remote.startProcess(f"{group}:{role}", False)
+        deadline = time.monotonic() + timeout_s
+        while not is_ready(info, role, known.get(role)):
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"{role} is not ready after {timeout_s:.0f} s: `vla logs {role}`", role=role
+                )
+            time.sleep(0.05)
 
 
 def _start_stopped(info: StackInfo) -> None:

@@ -94,6 +94,12 @@ ROLES: tuple[Role, ...] = (
     ),
     Role(name="flower", command=_flower, ready=Ready.HTTP, port=True),
     Role(
+        name="page",
+        command=lambda _: (sys.executable, "-m", "vla_platform.operators.page"),
+        ready=Ready.HTTP,
+        port=True,
+    ),
+    Role(
         name="metrics",
         command=lambda _: (sys.executable, "-m", "vla_platform.metrics.collector"),
         ready=Ready.TCP,

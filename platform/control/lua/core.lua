@@ -231,15 +231,32 @@ local function through(w, position, step)
   return position >= tonumber(w.total_positions)
 end
 
--- What tenants use by day, policy and workload; see usage.py.
+-- '2026-11' for a day counted from 1970-01-01 (H. Hinnant, "chrono-compatible low-level date
+-- algorithms", civil_from_days).
+local function month_of(day)
+  local z = day + 719468
+  local era = math.floor(z / 146097)
+  local doe = z - era * 146097
+  local yoe = math.floor((doe - math.floor(doe / 1460) + math.floor(doe / 36524)
+    - math.floor(doe / 146096)) / 365)
+  local doy = doe - (365 * yoe + math.floor(yoe / 4) - math.floor(yoe / 100))
+  local mp = math.floor((5 * doy + 2) / 153)
+  local month = mp < 10 and mp + 3 or mp - 9
+  return string.format('%04d-%02d', yoe + era * 400 + (month <= 2 and 1 or 0), month)
+end
+
+-- What tenants use by day, policy and workload, and by month; see usage.py.
 local function use(tenant, policy_key, workload, amounts)
-  local key = 'vla:use:' .. tenant .. ':' .. math.floor(now_ms() / 86400000)
+  local day = math.floor(now_ms() / 86400000)
+  local key, month = 'vla:use:' .. tenant .. ':' .. day, 'vla:use:' .. tenant .. ':' .. month_of(day)
   local place = (string.match(policy_key, '^[^/]+/(.*)$') or policy_key) .. '|' .. workload .. '|'
   for what, amount in pairs(amounts) do
     redis.call('HINCRBYFLOAT', key, place .. what, amount)
     redis.call('HINCRBYFLOAT', key, '||' .. what, amount)
+    redis.call('HINCRBYFLOAT', month, what, amount)
   end
   redis.call('EXPIRE', key, 40 * 86400)
+  redis.call('EXPIRE', month, 40 * 86400)
 end
 
 local function charge(tenant, cost_s, samples, policy_key, workload)

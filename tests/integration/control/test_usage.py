@@ -86,13 +86,18 @@ def test_statements_are_written_once_and_outlive_the_redis(some: Some) -> None:
     some.ledger.client.flushall()
     some.ledger.load()
     train(some, "run-2")
+    earlier = replace(written, day=f"{day[:8]}01")
+    if day[8:] > "02":  # what was used before yesterday comes back with its statement
+        some.objects.put(usage.statement_key("a", earlier.day), earlier.to_json())
     usage.write_statements(some)  # type: ignore[arg-type]
+    whole = {"02": 5.0, "01": 5.0}.get(day[8:], 7.5)
+    assert usage.month_so_far(some.ledger.client, ["a"])[0]["worker_s"] == whole
     again = usage.read_statement(some.objects, "a", day)
     assert again is not None
     assert again.totals == {"worker_s": 5.0, "samples": 16, "jobs": 2}
     assert usage.write_statements(some) == 0  # type: ignore[arg-type]
     rows = summed(usage.statements(some.objects, "platform/usage/a/", month=day[:7]), "policy")
-    assert [(r["tenant"], r["policy"], r["worker_s"]) for r in rows] == [("a", "pick", 5.0)]
+    assert [(r["tenant"], r["policy"], r["worker_s"]) for r in rows] == [("a", "pick", whole)]
 
 
 def test_inference_is_counted_with_its_acknowledgement(some: Some) -> None:
@@ -108,8 +113,8 @@ def test_inference_is_counted_with_its_acknowledgement(some: Some) -> None:
         client.xadd(PLATFORM_STREAM, {"event": json.dumps(event)})
     assert collect(client, some.objects, block_ms=10) == 2
     assert collect(client, some.objects, block_ms=10) == 0
-    assert usage.month_so_far(client, "b")["backbone_s"] == 0.5
-    assert usage.month_so_far(client, "b")["requests"] == 6
+    assert usage.month_so_far(client, ["b"])[0]["backbone_s"] == 0.5
+    assert usage.month_so_far(client, ["b"])[0]["requests"] == 6
 
 
 def test_a_budget_is_enforced_with_a_clear_message(some: Some) -> None:
