@@ -1,31 +1,36 @@
-"""Two tenants fine-tune on one resident backbone: `make demo`.
+"""Four tenants on one resident backbone: `make demo`. Two fine-tune, two learn by reward.
 
 `g1-lab` trains on a recording of a Unitree G1 where it is present (`--g1 FOLDER`), otherwise on a
-second set of our own; `reach-lab` on demonstrations of the built-in tabletop task.
+second set of our own; `reach-lab` on demonstrations of the built-in tabletop task. `ppo-lab` and
+`grpo-lab` fine-tune briefly and then improve by reinforcement learning (see demo_rl.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import demo_rl
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from vla_platform.cli.tenants import operator
 from vla_platform.client import Platform, Run
-from vla_platform.client.report import RunReport, write_report
+from vla_platform.client.report import ReportPaths, RunReport, write_report
 from vla_platform.datasets.recording import make_demonstrations
 from vla_platform.envs.tabletop import Tabletop
 from vla_platform.specs import parse_spec
 from vla_platform.stack import operate
+from vla_platform.stack.roles import ROLES, environment_roles
 from vla_storage.checkpoints import CheckpointStore
 
 console = Console(highlight=False)
@@ -66,13 +71,16 @@ def specs(first: str, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def follow(run: Run, progress: Progress, task: TaskID) -> None:
+    success = 0.0
     for event in run.events():
-        if event["kind"] == "step":
-            progress.update(
-                task,
-                completed=event["step"],
-                description=f"{run.id} training loss {event['loss']:.4f}",
-            )
+        if event["kind"] == "rollout":
+            success = event["success_rate"] or success
+        elif event["kind"] == "step":
+            shown = f"{run.id} training loss {event['loss']:.4f}"
+            progress.update(task, completed=event["step"], description=shown)
+        elif event["kind"] == "update":
+            shown = f"{run.id} success, exploring {success:.2f}"
+            progress.update(task, completed=event["step"], description=shown)
 
 
 def tenant_report(
@@ -105,7 +113,8 @@ def main() -> None:
         default=Path("../shared/data/g1_pick_bottle"),
         help="a recording of the Unitree G1 in LeRobot format; default: %(default)s",
     )
-    parser.add_argument("--steps", type=int, default=200, help="per tenant")
+    parser.add_argument("--steps", type=int, default=200, help="per fine-tuning tenant")
+    parser.add_argument("--no-rl", action="store_true", help="only the fine-tuning tenants")
     arguments = parser.parse_args()
     out, stack = arguments.var / "demo", arguments.var / "demo-stack"
     # A stack of its own: whatever runs in --var is left alone.
@@ -114,15 +123,22 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     out.mkdir(parents=True)
     roots, first = datasets(stack / "datasets", arguments.g1)
+    learners = () if arguments.no_rl else tuple(demo_rl.LEARNING)
+    roles = ROLES
+    if learners:
+        demo_rl.make_dataset(stack / "datasets")
+        roles += environment_roles(1, {"tabletop": 1.0}, stack)
     try:
         console.print("starting the stack")
         operate.up(
             stack,
             dataset_roots=":".join(str(root.resolve()) for root in roots),
             timeout_s=240,
+            environment={**os.environ, **demo_rl.HOST_LIMITS},
+            roles=roles,
             on_progress=lambda role, state: console.print(f"  {role}: {state}"),
         )
-        run_demo(stack, out, specs(first, arguments.steps), arguments.steps)
+        run_demo(stack, out, specs(first, arguments.steps), arguments.steps, learners)
     except KeyboardInterrupt:
         console.print("interrupted")
         sys.exit(130)
@@ -131,30 +147,40 @@ def main() -> None:
         operate.down(stack)
 
 
-def run_demo(var: Path, out: Path, wanted: dict[str, dict[str, Any]], steps: int) -> None:
+def run_demo(
+    var: Path,
+    out: Path,
+    wanted: dict[str, dict[str, Any]],
+    steps: int,
+    learners: tuple[str, ...],
+) -> None:
     started = time.monotonic()
     with operator(var) as admin:
-        platforms = {tenant: Platform(admin.add(tenant)) for tenant in wanted}
+        platforms = {tenant: Platform(admin.add(tenant)) for tenant in (*wanted, *learners)}
         runs = {tenant: platforms[tenant].submit(spec) for tenant, spec in wanted.items()}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, console=console) as progress:
-            threads = [
-                threading.Thread(
-                    target=follow,
-                    args=(run, progress, progress.add_task(tenant, total=steps)),
-                    daemon=True,  # an interrupt need not wait for them
-                )
-                for tenant, run in runs.items()
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+
+            def begun(run: Run) -> None:
+                total = int(run.spec().get("updates") or run.spec()["steps"])
+                task = progress.add_task(run.id, total=total)
+                # A daemon: an interrupt need not wait for it.
+                threading.Thread(target=follow, args=(run, progress, task), daemon=True).start()
+
+            for run in runs.values():
+                begun(run)
+            with ThreadPoolExecutor() as pool:
+                learning = {
+                    tenant: pool.submit(demo_rl.learn, admin, platforms[tenant], begun)
+                    for tenant in learners
+                }
+                for run in runs.values():
+                    run.result(timeout_s=demo_rl.TIMEOUT_S)
+                learned = {tenant: one.result() for tenant, one in learning.items()}
         report: dict[str, Any] = {"tenants": {}}
         reports, all_events = [], []
         key = admin.info.signing_key_file.read_bytes().strip()
         for (tenant, run), spec in zip(runs.items(), wanted.values(), strict=True):
-            run.result(timeout_s=60)
             store = CheckpointStore(objects=admin.objects, tenant_id=tenant, signing_key=key)
             summary, events = tenant_report(run, platforms[tenant], store, spec["policy"])
             report["tenants"][tenant] = summary
@@ -174,12 +200,20 @@ def run_demo(var: Path, out: Path, wanted: dict[str, dict[str, Any]], steps: int
                     summary=summary,
                 )
             )
+        for tenant, one in learned.items():
+            all_events += one.tuning.metrics()
+            reports.append(demo_rl.report_of(admin, platforms[tenant], one))
+            report["tenants"][tenant] = dict(reports[-1].summary)
         report |= totals(all_events) | {"seconds": round(time.monotonic() - started, 1)}
         for platform in platforms.values():
             platform.close()
     paths = write_report(out, reports)
+    for one_report in reports:
+        for number, video in enumerate(one_report.videos):
+            name = f"{one_report.tenant}-{number}-{video.caption.split(',')[0]}.mp4"
+            (out / name).write_bytes(video.mp4)
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    show(report, paths.html, list(paths.curves.values()), out)
+    show(report, paths, out)
 
 
 def totals(events: list[dict[str, Any]]) -> dict[str, int]:
@@ -200,12 +234,25 @@ def totals(events: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def show(report: dict[str, Any], page: Path, curves: list[Path], out: Path) -> None:
-    table = Table(title="one backbone, two tenants")
+def show(report: dict[str, Any], paths: ReportPaths, out: Path) -> None:
+    tuned = Table(title="fine-tuning, on one backbone")
     for name in ("tenant", "steps", "loss", "held-out loss", "version", "checkpoint", "manifest"):
-        table.add_column(name, overflow="fold")
+        tuned.add_column(name, overflow="fold")
+    learned = Table(title="reinforcement learning, on the same backbone")
+    for name in ("tenant", "updates", "episodes", "success, evaluated", "version", "seconds"):
+        learned.add_column(name, overflow="fold")
     for tenant, row in report["tenants"].items():
-        table.add_row(
+        if "updates" in row:
+            learned.add_row(
+                f"{tenant} ({row['algorithm']})",
+                str(row["updates"]),
+                str(row["episodes"]),
+                f"{row['success_first']:.2f} → {row['success_last']:.2f}",
+                str(row["policy_version"]),
+                f"{row['seconds']:.0f}",
+            )
+            continue
+        tuned.add_row(
             tenant,
             str(row["steps"]),
             f"{row['loss_first']:.4f} → {row['loss_last']:.4f}",
@@ -214,13 +261,15 @@ def show(report: dict[str, Any], page: Path, curves: list[Path], out: Path) -> N
             row["checkpoint"],
             "ok" if row["manifest_ok"] else "BAD",
         )
-    console.print(table)
+    console.print(tuned)
+    if learned.row_count:
+        console.print(learned)
     console.print(
-        f"{report['samples']} samples, {report['backbone_forwards']} backbone forwards, "
-        f"{report['grouped_forwards']} shared by both tenants, {report['seconds']} s"
+        f"fine-tuning: {report['samples']} samples, {report['backbone_forwards']} backbone "
+        f"forwards, {report['grouped_forwards']} shared by tenants; {report['seconds']} s in all"
     )
-    console.print(f"report: {page}, numbers: {out / 'report.json'}, curves:")
-    for curve in [out / "loss_curves.png", *curves]:
+    console.print(f"report: {paths.html}, numbers: {out / 'report.json'}, curves:")
+    for curve in [paths.overview, *paths.curves.values()]:
         console.print(f"  {curve}")
 
 

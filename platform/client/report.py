@@ -19,17 +19,21 @@ from statistics import fmean, median
 from typing import Any
 
 import jinja2
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+
+from vla_platform.client.curves import draw_losses, draw_success
 
 Event = Mapping[str, Any]
 
-_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9600f", "#555555"
 _PANEL_INCHES = (6.4, 3.8)
 _DPI = 130
-_LOG_ABOVE = 30.0  # ratio of largest to smallest loss from which the axis is logarithmic
+
+
+@dataclass(frozen=True)
+class Video:
+    caption: str
+    mp4: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ class RunReport:
     """What is known of one run.
 
     `events` are metric events with at least `step`, and any of `loss`, `heldout_loss`, `lr`,
-    `grad_norm`, `samples_per_s`, `group_size`, `cache_hits`, `cache_misses`; others are ignored.
+    `grad_norm`, `samples_per_s`, `group_size`, `cache_hits`, `cache_misses`; of reinforcement
+    learning `success_rate` and `mean_return` by rollout, and `evaluated_success` with
+    `evaluated_low` and `evaluated_high`, the ends of its interval. Others are ignored.
     """
 
     tenant: str
@@ -47,6 +53,7 @@ class RunReport:
     events: Sequence[Event] = ()
     checkpoints: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
+    videos: Sequence[Video] = ()
 
     @property
     def title(self) -> str:
@@ -63,6 +70,11 @@ class RunReport:
             if isinstance(step, int) and isinstance(value, int | float) and math.isfinite(value):
                 points[step] = float(value)
         return sorted(points.items())
+
+    @property
+    def by_rollouts(self) -> bool:
+        """Whether this is reinforcement learning: what counts is success, not the loss."""
+        return bool(self.series("success_rate"))
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ def write_report(folder: Path, runs: Sequence[RunReport]) -> ReportPaths:
 
 
 def render_curves(runs: Sequence[RunReport]) -> bytes:
-    """A PNG with one panel per run: training loss, raw and smoothed, and held-out points."""
+    """A PNG with one panel per run: its losses, or success and return where it learns by reward."""
     columns = min(2, len(runs))
     rows = math.ceil(len(runs) / columns)
     width, height = _PANEL_INCHES
@@ -101,7 +113,27 @@ def render_curves(runs: Sequence[RunReport]) -> bytes:
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     for number, run in enumerate(runs, start=1):
-        _draw(figure.add_subplot(rows, columns, number), run)
+        axes = figure.add_subplot(rows, columns, number)
+        if run.by_rollouts:
+            evaluated, low, high = (
+                run.series(f"evaluated_{name}") for name in ("success", "low", "high")
+            )
+            draw_success(
+                axes,
+                run.title,
+                success=run.series("success_rate"),
+                returns=run.series("mean_return"),
+                evaluated=[
+                    (step, rate, bottom, top)
+                    for (step, rate), (_, bottom), (_, top) in zip(
+                        evaluated, low, high, strict=True
+                    )
+                ],
+            )
+        else:
+            draw_losses(
+                axes, run.title, loss=run.series("loss"), heldout=run.series("heldout_loss")
+            )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, metadata={"Software": None})
     return buffer.getvalue()
@@ -121,6 +153,10 @@ def render_html(runs: Sequence[RunReport], pictures: Mapping[str, bytes]) -> str
                 "columns": list(dict.fromkeys(key for row in run.checkpoints for key in row)),
                 "spec": json.dumps(dict(run.spec), indent=2, ensure_ascii=False, default=str),
                 "png": base64.b64encode(pictures[run.workload_id]).decode("ascii"),
+                "videos": [
+                    (video.caption, base64.b64encode(video.mp4).decode("ascii"))
+                    for video in run.videos
+                ],
             }
             for run in runs
         ]
@@ -134,7 +170,10 @@ def facts(run: RunReport) -> dict[str, Any]:
     misses = sum(value for _, value in run.series("cache_misses"))
     speed = [value for _, value in run.series("samples_per_s")]
     groups = [value for _, value in run.series("group_size")]
+    success = run.series("evaluated_success") or run.series("success_rate")
     return {
+        "success_first": success[0][1] if success else None,
+        "success_last": success[-1][1] if success else None,
         "steps": loss[-1][0] if loss else None,
         "loss_first": loss[0][1] if loss else None,
         "loss_last": loss[-1][1] if loss else None,
@@ -157,52 +196,6 @@ def show(value: Any) -> str:
     if isinstance(value, Mapping | list | tuple):
         return json.dumps(value, ensure_ascii=False, default=str)
     return str(value)
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """Centred mean over about a twentieth of the values; at the ends, over those that are there."""
-    half = max(2, len(values) // 40)
-    return [fmean(values[max(0, place - half) : place + half + 1]) for place in range(len(values))]
-
-
-def _draw(axes: Axes, run: RunReport) -> None:
-    loss, heldout = run.series("loss"), run.series("heldout_loss")
-    if loss:
-        steps, values = zip(*loss, strict=True)
-        axes.plot(steps, values, color=_BLUE, alpha=0.3, linewidth=1, label="training, per step")
-        axes.plot(steps, smooth(values), color=_BLUE, linewidth=2, label="training, smoothed")
-    if heldout:
-        steps, values = zip(*heldout, strict=True)
-        axes.plot(
-            steps, values, color=_ORANGE, marker="o", markersize=5, linestyle="--", label="held out"
-        )
-        for place in (0, -1):
-            axes.annotate(
-                f"{values[place]:.3g}",
-                (steps[place], values[place]),
-                xytext=(0, 7),
-                textcoords="offset points",
-                ha="left" if place == 0 else "right",
-                fontsize=9,
-                color=_ORANGE,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
-            )
-    if loss or heldout:
-        axes.legend(frameon=False, fontsize=9)
-        every = [value for _, value in (*loss, *heldout)]
-        if min(every) > 0 and max(every) / min(every) > _LOG_ABOVE:
-            axes.set_yscale("log")
-        axes.margins(y=0.12)
-    else:
-        axes.text(0.5, 0.5, "no losses reported", ha="center", transform=axes.transAxes)
-    # The font has no glyphs beyond Latin, and "$" would begin a formula.
-    title = run.title.encode("ascii", "replace").decode("ascii")
-    axes.set_title(title[:80], fontsize=11, parse_math=False)
-    axes.set_xlabel("training step", color=_GREY)
-    axes.set_ylabel("loss", color=_GREY)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.grid(visible=True, alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _replace(path: Path, content: bytes) -> None:

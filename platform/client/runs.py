@@ -115,11 +115,15 @@ class Run:
                 return
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Step and held-out events so far, one per step and kind; a redone step counts once."""
+        """Step, held-out and update events so far, one per step and kind; of each rollout the last
+        event, its `step` the rollout's number from 1. What was redone counts once."""
         kept: dict[tuple[str, int], dict[str, Any]] = {}
         for event in self.events(follow=False):
-            if event["kind"] in ("step", "heldout"):
+            if event["kind"] in ("step", "heldout", "update"):
                 kept[event["kind"], event["step"]] = event
+            elif event["kind"] == "rollout":
+                number = event["position"] + 1
+                kept["rollout", number] = {**event, "step": number}
         return sorted(kept.values(), key=lambda event: (event["step"], event["kind"] == "heldout"))
 
     def result(self, timeout_s: float | None = None) -> RunStatus:

@@ -22,4 +22,9 @@ def make(name: str, options: TabletopOptions) -> Environment:
         given["max_steps"] = options.max_steps
     if name == "push":
         return TabletopPush(**given)
-    return Tabletop(gripper=options.gripper, dense=options.reward == "dense", **given)
+    return Tabletop(
+        gripper=options.gripper,
+        dense=options.reward == "dense",
+        reach_radius=options.reach_radius,
+        **given,
+    )

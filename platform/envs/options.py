@@ -29,6 +29,13 @@ class TabletopOptions(Spec):
     reward: Literal["sparse", "dense"] = Field(
         "sparse", description="reach only: dense adds the way gained towards the block"
     )
+    reach_radius: Float = Field(
+        0.035,
+        ge=0.005,
+        le=0.5,
+        description="reach only: distance to the block's centre, in widths of the table, that "
+        "counts as reached; blocks measure 0.08 to 0.12",
+    )
 
 
 class ManiSkillOptions(Spec):

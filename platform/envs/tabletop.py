@@ -28,7 +28,7 @@ from vla_platform.errors import ConfigurationError
 STEP = 0.06
 """Table units that the gripper moves at most in one action, per axis."""
 REACH = 0.035
-"""Distance between gripper and block centre, in table units, that counts as reached."""
+"""Distance between gripper and block centre, in table units, that counts as reached by default."""
 GRIP_RATE = 0.5
 """Share of the opening that one action closes or opens at most."""
 WRIST_EXTENT = 0.5
@@ -109,7 +109,8 @@ class Tabletop(Environment):
     `cameras` is one or both of `top` and `wrist`. With `gripper` the action is (dx, dy, grip) and
     the state (x, y, opening); without, (dx, dy) and (x, y). All action values lie in [-1, 1]; grip
     above 0 closes. Reward: 1 at success, else 0; `dense` adds the way gained towards the block, in
-    steps of full speed over their number in an episode. `render=False` leaves the images out.
+    steps of full speed over their number in an episode. `reach_radius` is the distance to the
+    block's centre that counts as reached. `render=False` leaves the images out.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Tabletop(Environment):
         max_steps: int = 60,
         render: bool = True,
         dense: bool = False,
+        reach_radius: float = REACH,
     ) -> None:
         if not cameras or not set(cameras) <= set(CAMERAS) or len(set(cameras)) != len(cameras):
             raise ConfigurationError(f"cameras are some of {CAMERAS}, not {cameras}")
@@ -141,6 +143,7 @@ class Tabletop(Environment):
         self._size = image_size
         self._has_gripper = gripper
         self._dense = dense
+        self._reach = reach_radius
         self._scene: Scene | None = None
         self._still: Image | None = None
         self._position = np.zeros(2)
@@ -180,7 +183,7 @@ class Tabletop(Environment):
             change = -GRIP_RATE * float(executed[2])
             self._opening = min(1.0, max(0.0, self._opening + change))
         self._steps += 1
-        success = self._distance() <= REACH and (not self._has_gripper or self._opening < 0.1)
+        success = self._distance() <= self._reach and (not self._has_gripper or self._opening < 0.1)
         truncated = not success and self._steps >= self._info.max_steps
         self._done = success or truncated
         return Step(
@@ -214,7 +217,7 @@ class Tabletop(Environment):
         move = way * min(1.0, STEP / max(float(np.linalg.norm(way)), 1e-9)) / STEP
         if not self._has_gripper:
             return move.astype(np.float32)
-        grip = 1.0 if self._distance() <= REACH / 2 else -1.0
+        grip = 1.0 if self._distance() <= self._reach / 2 else -1.0
         return np.array([*move, grip], np.float32)
 
     def _progress(self, before: float) -> float:

@@ -8,6 +8,16 @@ from pydantic import Field, model_validator
 
 from vla_platform.specs.base import Float, Int, Spec
 
+LogStd = Annotated[
+    Float,
+    Field(
+        ge=-5.0,
+        le=1.0,
+        description="spread with which reinforcement learning begins to explore, in units of "
+        "normalised actions; learned from there",
+    ),
+]
+
 
 class OFTModule(Spec):
     """Regression head on action-query hidden states (OpenVLA-OFT, StarVLA `QwenOFT`)."""
@@ -21,6 +31,7 @@ class OFTModule(Spec):
         description="proprioception: a learned encoder added to the queries, 256-bin text in the "
         "prompt as in StarVLA, or not used",
     )
+    initial_log_std: LogStd = -2.0
 
 
 class FlowMatchingModule(Spec):
@@ -40,6 +51,7 @@ class FlowMatchingModule(Spec):
         4, ge=1, le=16, description="noise draws per sample; multiplies head work only"
     )
     state: Literal["encoder", "none"] = "encoder"
+    initial_log_std: LogStd = -2.0
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> FlowMatchingModule:

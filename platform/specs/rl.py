@@ -11,6 +11,7 @@ from vla_platform.specs.policy import AdamWSpec, CheckpointSpec, LimitsSpec
 
 Share = Annotated[Float, Field(ge=0.0, le=1.0)]
 Level = Literal["chunk", "step"]
+Text256 = Annotated[str, Field(max_length=256)]
 
 
 class EnvironmentSpec(Spec):
@@ -21,7 +22,7 @@ class EnvironmentSpec(Spec):
     )
     options: dict[
         Annotated[str, Field(max_length=64)],
-        bool | Int | Float | Annotated[str, Field(max_length=256)],
+        bool | Int | Float | Text256 | Annotated[tuple[Text256, ...], Field(max_length=64)],
     ] = Field(default_factory=dict, max_length=32, description="what the harness lets one choose")
     isolation: Literal["thread", "shared", "process"] = "thread"
 

@@ -91,7 +91,7 @@ class ActionModule(nn.Module, ABC):
             noise = noise.to(self.device)
         return self.act(feature, state, noise)
 
-    def add_rl_heads(self, feature_dim: int) -> None:
+    def add_rl_heads(self, feature_dim: int, *, initial_log_std: float) -> None:
         """Make the module a distribution over chunks with a value; for reinforcement learning.
 
         New heads are the same whoever adds them, so that a fine-tuned policy acts in its first
@@ -101,7 +101,10 @@ class ActionModule(nn.Module, ABC):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             heads = RLHeads(
-                feature_dim=feature_dim, state_dim=state_dim, action_dim=self.schema.action_dim
+                feature_dim=feature_dim,
+                state_dim=state_dim,
+                action_dim=self.schema.action_dim,
+                initial_log_std=initial_log_std,
             )
         self.rl = heads.to(self.device)
 

@@ -39,5 +39,5 @@ def build_action_module(
             action_statistics=action_statistics,
         )
         if rl:
-            module.add_rl_heads(feature_dim)
+            module.add_rl_heads(feature_dim, initial_log_std=spec.initial_log_std)
         return module

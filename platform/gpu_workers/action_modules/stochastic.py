@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from vla_platform.gpu_workers.features import VLAFeature
 
 RL_PREFIX = "rl."
-INITIAL_LOG_STD = -2.0
 VALUE_WIDTH = 256
 _LOG_2_PI = math.log(2 * math.pi)
 
@@ -49,9 +48,11 @@ class Evaluated:
 class RLHeads(nn.Module):
     """Spread of the actions, and the value of an observation."""
 
-    def __init__(self, *, feature_dim: int, state_dim: int, action_dim: int) -> None:
+    def __init__(
+        self, *, feature_dim: int, state_dim: int, action_dim: int, initial_log_std: float
+    ) -> None:
         super().__init__()
-        self.log_std = nn.Parameter(torch.full((action_dim,), INITIAL_LOG_STD))
+        self.log_std = nn.Parameter(torch.full((action_dim,), initial_log_std))
         self.value = nn.Sequential(
             nn.LayerNorm(feature_dim + state_dim),
             nn.Linear(feature_dim + state_dim, VALUE_WIDTH),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 from html.parser import HTMLParser
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vla_platform.client.curves import smooth
 from vla_platform.client.report import (
     RunReport,
+    Video,
     facts,
     render_curves,
-    smooth,
     write_report,
 )
 
@@ -154,3 +156,44 @@ def test_equal_runs_give_equal_bytes_and_no_run_is_refused(tmp_path: Path) -> No
     assert render_curves([run()]) == render_curves([run()])
     with pytest.raises(ValueError, match="needs a run"):
         write_report(tmp_path, [])
+
+
+def learning() -> list[dict[str, Any]]:
+    """Events of a run of reinforcement learning that was evaluated before and after."""
+    rollouts = [
+        {
+            "kind": "rollout",
+            "step": number,
+            "success_rate": 0.5 + 0.4 * number / 40 + (0.1 if number % 2 else -0.1),
+            "mean_return": 0.7 + number / 100,
+        }
+        for number in range(1, 41)
+    ]
+    evaluations = [
+        {"step": step, "evaluated_success": rate, "evaluated_low": rate - 0.08,
+         "evaluated_high": rate + 0.06}
+        for step, rate in ((0, 0.48), (40, 0.85))
+    ]  # fmt: skip
+    return [*rollouts, *evaluations]
+
+
+def test_what_learns_by_reward_shows_success_and_films(tmp_path: Path) -> None:
+    film = b"\0\0\0\x18ftypmp42"
+    videos = [Video(f"after, {HOSTILE}", film)]
+    paths = write_report(tmp_path, [run(events=learning(), videos=videos), run(workload_id="w2")])
+    found = facts(run(events=learning()))
+    assert (found["success_first"], found["success_last"], found["steps"]) == (0.48, 0.85, None)
+    assert facts(run())["success_first"] is None
+    page = Page(paths.html.read_text(encoding="utf-8"))
+    sources = [value for name, value in page.attributes if name == "src" and value]
+    assert f"data:video/mp4;base64,{base64.b64encode(film).decode()}" in sources
+    assert page.tags.count("video") == 1
+    assert "script" not in page.tags
+    assert f"after, {HOSTILE}" in page.text
+    assert "0.48 → 0.85" in page.text
+    assert render_curves([run(events=learning())]) != render_curves([run()])
+
+
+def test_success_without_evaluations_or_returns_still_gives_a_picture() -> None:
+    rows = [{"step": 1, "success_rate": 0.5}, {"step": 2, "success_rate": None}]
+    assert Image.open(io.BytesIO(render_curves([run(events=rows)]))).format == "PNG"

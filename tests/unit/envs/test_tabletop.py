@@ -139,3 +139,18 @@ def test_steps_without_rendering_are_cheap() -> None:
     started = time.process_time()
     num_steps = sum(run_expert(env, seed)[1] for seed in range(60))
     assert num_steps / (time.process_time() - started) > 1000
+
+
+def test_a_larger_reach_radius_ends_an_episode_earlier() -> None:
+    steps = {
+        radius: run_expert(Tabletop(gripper=False, render=False, reach_radius=radius), 3)[1]
+        for radius in (REACH, 0.06, 0.2)
+    }
+    assert sorted(steps.values(), reverse=True) == list(steps.values())
+    assert steps[REACH] > steps[0.2]
+    env = Tabletop(gripper=False, render=False, reach_radius=0.06)
+    env.reset(3)
+    while not (step := env.step(env.expert_action())).done:
+        target = np.array(env.scene.blocks[env.scene.target].center)
+        assert np.linalg.norm(step.observation.state - target) > 0.06
+    assert step.terminated

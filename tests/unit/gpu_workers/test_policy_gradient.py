@@ -250,3 +250,10 @@ def test_columns_are_checked_before_an_update() -> None:
 
     with pytest.raises(DataError, match="latent"):
         policy_samples({}, build(MODULES[0]), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spec", MODULES, ids=lambda spec: spec.kind)
+def test_exploration_begins_with_the_spread_of_the_spec(spec) -> None:
+    wide = build(spec.model_copy(update={"initial_log_std": -1.0}))
+    assert build(spec).rl.log_std.tolist() == [-2.0] * ACTION_DIM
+    assert wide.rl.log_std.tolist() == [-1.0] * ACTION_DIM
