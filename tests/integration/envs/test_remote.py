@@ -56,7 +56,9 @@ def client_of(payload_redis_url: str) -> Iterator[Callable[[str], redis.Redis]]:
             rules = ["reset", "on", f">{password}", *acl_rules(tenant), "+@connection"]
             admin.execute_command("ACL", "SETUSER", tenant, *rules)
             stack.callback(admin.execute_command, "ACL", "DELUSER", tenant)
-            client = redis.Redis.from_url(payload_redis_url, username=tenant, password=password)
+            client = redis.Redis.from_url(
+                payload_redis_url, username=tenant, password=password, socket_timeout=70
+            )
             return stack.enter_context(client)
 
         yield make
