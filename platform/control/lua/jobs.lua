@@ -51,6 +51,11 @@ local function must_wait(id, w, limits)
   return nil
 end
 
+local RESERVED_OF = {'state', 'waits', 'target', 'step', 'durable_step', 'total_steps',
+  'total_positions', 'next_position', 'max_in_flight', 'kind', 'harness', 'max_policy_staleness',
+  'tenant', 'base_model', 'policy_key', 'lifecycle', 'schema_signature', 'priority', 'base_version',
+  'incarnation'}
+
 local function steps_environments(job_id, w)
   if w.kind ~= 'rl' or w.harness == '' then return end
   redis.call('SADD', 'vla:rollouts', job_id)
@@ -62,7 +67,7 @@ end
 local function reserve(_, args)
   local id, lease_ms, at = args[1], tonumber(args[2]), now_ms()
   local key = 'vla:w:' .. id
-  local w = hash(key)
+  local w = pick(key, RESERVED_OF)
   if not w.state then return refuse('NOT_FOUND', id) end
   if w.state ~= 'running' then return cjson.encode({wait = w.state}) end
   local silent = redis.call('ZRANGEBYSCORE', key .. ':jobs', '-inf', at, 'LIMIT', 0, 1)

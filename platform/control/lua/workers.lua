@@ -5,6 +5,11 @@ local function head(queue, offset)
   return found[1], tonumber(found[2])
 end
 
+local LEASED_OF = {'job_id', 'workload', 'tenant_id', 'policy_key', 'task_type', 'lifecycle',
+  'base_model', 'schema_signature', 'partition_id', 'position', 'priority', 'state', 'fence',
+  'behavior_policy_version', 'max_policy_staleness', 'sample_count', 'domain', 'created_seq',
+  'ready_seq', 'ready', 'base_version', 'producer_role', 'consumer_role'}
+
 -- lease_group(worker, base_model, max_jobs, lease_ms): ready -> leased, for the next jobs of several
 -- policies whose slot is free or the worker's; highest priority first and FIFO within it. RL samples
 -- that are too old are dropped on the way. A job whose worker died before is leased alone, so that
@@ -24,7 +29,7 @@ local function lease_group(_, args)
     if other and (not job_id or other_rank < at_rank) then job_id, queue = other, free end
     if not job_id then break end
     local key = 'vla:j:' .. job_id
-    local j = hash(key)
+    local j = pick(key, LEASED_OF)
     local policy = 'vla:policy:' .. j.policy_key
     local attempts_key = 'vla:w:' .. j.workload .. ':attempts'
     local version, slot_fence = unpack(redis.call('HMGET', policy, 'policy_version', 'slot_fence'))

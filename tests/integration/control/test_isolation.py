@@ -198,8 +198,8 @@ def two(s3: S3Address) -> Iterator[Two]:
     )
     with contextlib.closing(admin):
         a, ab = (s3_as(s3, admin.create_tenant(name)) for name in ("a", "ab"))
-        until(lambda: a.put_object(Bucket=s3.bucket, Key="a/x", Body=b"of a"))
-        until(lambda: ab.put_object(Bucket=s3.bucket, Key="ab/x", Body=b"of ab"))
+        until(lambda: a.put_object(Bucket=s3.bucket, Key="a/datasets/x", Body=b"of a"))
+        until(lambda: ab.put_object(Bucket=s3.bucket, Key="ab/datasets/x", Body=b"of ab"))
         yield Two(bucket=s3.bucket, a=a, ab=ab, admin=admin)
         a.close()
         ab.close()
@@ -219,9 +219,9 @@ def until(action: Callable[[], Any], *, timeout_s: float = 10.0) -> Any:
 
 def test_no_verb_reaches_another_tenants_objects(two: Two, s3: S3Address) -> None:
     bucket, own = two.bucket, two.a
-    theirs: dict[str, Any] = {"Bucket": bucket, "Key": "ab/x"}
-    upload = two.ab.create_multipart_upload(Bucket=bucket, Key="ab/large")["UploadId"]
-    part = {"Bucket": bucket, "Key": "ab/large", "UploadId": upload}
+    theirs: dict[str, Any] = {"Bucket": bucket, "Key": "ab/datasets/x"}
+    upload = two.ab.create_multipart_upload(Bucket=bucket, Key="ab/datasets/large")["UploadId"]
+    part = {"Bucket": bucket, "Key": "ab/datasets/large", "UploadId": upload}
     grant = {"TagSet": [{"Key": "k", "Value": "v"}]}
     attempts: dict[str, Callable[[], Any]] = {
         "get": lambda: own.get_object(**theirs),
@@ -231,6 +231,12 @@ def test_no_verb_reaches_another_tenants_objects(two: Two, s3: S3Address) -> Non
         "put": lambda: own.put_object(**theirs, Body=b"stolen"),
         "put new": lambda: own.put_object(Bucket=bucket, Key="ab/new", Body=b"stolen"),
         "put platform": lambda: own.put_object(Bucket=bucket, Key="platform/x", Body=b""),
+        "put own record": lambda: own.put_object(
+            Bucket=bucket, Key="a/workloads/r/outcome.json", Body=b"{}"
+        ),
+        "put own checkpoint": lambda: own.put_object(
+            Bucket=bucket, Key="a/policies/p/checkpoints/r/0000000001/manifest.json", Body=b"{}"
+        ),
         "put root": lambda: own.put_object(Bucket=bucket, Key="x", Body=b""),
         "put tenant's name": lambda: own.put_object(Bucket=bucket, Key="a", Body=b""),
         "put beside": lambda: own.put_object(Bucket=bucket, Key="a-x/y", Body=b""),
@@ -241,9 +247,9 @@ def test_no_verb_reaches_another_tenants_objects(two: Two, s3: S3Address) -> Non
         "list v1": lambda: own.list_objects(Bucket=bucket, Prefix="ab/"),
         "list versions": lambda: own.list_object_versions(Bucket=bucket, Prefix="ab/"),
         "copy out": lambda: own.copy_object(
-            Bucket=bucket, Key="a/copy", CopySource=f"{bucket}/ab/x"
+            Bucket=bucket, Key="a/datasets/copy", CopySource=f"{bucket}/ab/datasets/x"
         ),
-        "copy in": lambda: own.copy_object(**theirs, CopySource=f"{bucket}/a/x"),
+        "copy in": lambda: own.copy_object(**theirs, CopySource=f"{bucket}/a/datasets/x"),
         "multipart": lambda: own.create_multipart_upload(Bucket=bucket, Key="ab/y"),
         "part": lambda: own.upload_part(**part, PartNumber=1, Body=b"stolen"),
         "parts": lambda: own.list_parts(**part),
@@ -267,13 +273,13 @@ def test_no_verb_reaches_another_tenants_objects(two: Two, s3: S3Address) -> Non
         else:
             got_through.append(name)
     assert got_through == []
-    answer = own.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": "ab/x"}]})
+    answer = own.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": "ab/datasets/x"}]})
     assert "Deleted" not in answer or answer.get("Errors")
     assert two.ab.get_object(**theirs)["Body"].read() == b"of ab"
     with S3ObjectStore(
         bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
     ) as everything:
-        assert [info.key for info in everything.list("a")] == ["a/x", "ab/x"]
+        assert [info.key for info in everything.list("a")] == ["a/datasets/x", "ab/datasets/x"]
 
 
 def test_rotation_and_revocation_within_a_second(
@@ -307,23 +313,23 @@ def test_rotation_and_revocation_within_a_second(
         for one in inside:
             one.ping()
         old_s3 = s3_as(s3, _keys(old))
-        until(lambda: old_s3.put_object(Bucket=s3.bucket, Key="a/x", Body=b""))
+        until(lambda: old_s3.put_object(Bucket=s3.bucket, Key="a/datasets/x", Body=b""))
         started = time.monotonic()
         new = rotate_tenant("a", **common, **places)
         for one in inside:
             with pytest.raises((redis.AuthenticationError, redis.ConnectionError)):
                 one.ping()
-        _until_refused(lambda: old_s3.get_object(Bucket=s3.bucket, Key="a/x"))
+        _until_refused(lambda: old_s3.get_object(Bucket=s3.bucket, Key="a/datasets/x"))
         assert time.monotonic() - started < 1.0
         renewed = stack.enter_context(_redis(new, None))
         assert renewed.ping()
         new_s3 = s3_as(s3, _keys(new))
-        until(lambda: new_s3.get_object(Bucket=s3.bucket, Key="a/x"))
+        until(lambda: new_s3.get_object(Bucket=s3.bucket, Key="a/datasets/x"))
         started = time.monotonic()
         remove_tenant("a", **common)
         with pytest.raises((redis.AuthenticationError, redis.ConnectionError)):
             renewed.ping()
-        _until_refused(lambda: new_s3.get_object(Bucket=s3.bucket, Key="a/x"))
+        _until_refused(lambda: new_s3.get_object(Bucket=s3.bucket, Key="a/datasets/x"))
         assert time.monotonic() - started < 1.0
         old_s3.close()
         new_s3.close()
