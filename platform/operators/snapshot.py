@@ -126,8 +126,10 @@ def take(
 
 def _workloads(client: Any, state: str, start: int, size: int) -> tuple[WorkloadRow, ...]:
     fields = ["#", *(f"vla:w:*->{name}" for name in _FIELDS)]
-    flat = client.sort_ro(
-        f"vla:{state}", by="vla:w:*->created", desc=True, start=start, num=size, get=fields
+    pattern = [word for name in fields for word in ("GET", name)]
+    # redis-py's own `sort_ro` sends SORT, which writes and which this process may not call.
+    flat = client.execute_command(
+        "SORT_RO", f"vla:{state}", "BY", "vla:w:*->created", "LIMIT", start, size, *pattern, "DESC"
     )
     found = []
     for at in range(0, len(flat), len(fields)):

@@ -19,6 +19,7 @@ from vla_platform.control.ledger import Ledger
 from vla_platform.control.states import JobState
 from vla_platform.operators.page import create_page
 from vla_platform.operators.snapshot import PAGE_SIZE, take
+from vla_platform.stack.credentials import write_acl
 
 pytestmark = pytest.mark.services
 USER, PASSWORD = "admin", "pa:ss wörd"
@@ -134,3 +135,20 @@ def test_a_browser_shows_it(url: str, ledger: Ledger, tmp_path: Path) -> None:
     )  # fmt: skip
     assert 'id="workloads"' in done.stdout, done.stderr[-2000:]
     assert "run-1" in done.stdout
+
+
+def test_the_rights_of_its_own_user_are_enough(
+    ledger: Ledger, control_redis_url: str, tmp_path: Path
+) -> None:
+    write_acl(tmp_path / "users.acl", {"page": "secret"})
+    (line,) = (
+        one
+        for one in (tmp_path / "users.acl").read_text().splitlines()
+        if one.startswith("user page")
+    )
+    ledger.client.execute_command("ACL", "SETUSER", "page", *line.split()[2:])
+    submit(ledger, "run-1")
+    own = Ledger.connect(control_redis_url.replace("redis://", "redis://page:secret@"))
+    assert [row.id for row in take(own, state="pending").workloads] == ["run-1"]
+    own.close()
+    ledger.client.execute_command("ACL", "DELUSER", "page")

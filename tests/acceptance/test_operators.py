@@ -1,0 +1,156 @@
+"""A run, an evaluation by schedule, and what operators and auditors do, on a real stack."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vla_platform.cli.tenants import Operator, operator
+from vla_platform.client import Platform
+from vla_platform.control import maintenance
+from vla_platform.errors import AccessError, QuotaError, UnavailableError
+from vla_platform.operators.workers import Workers
+from vla_platform.stack import operate
+from vla_platform.stack.roles import ROLES, environment_roles
+
+POLICY = "reach"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Operator, Path]]:
+    folder = tmp_path_factory.mktemp("stack")
+    var, data = folder / "var", folder / "data"
+    subprocess.run(
+        (sys.executable, "-m", "vla_platform.envs.demonstrate", "tabletop/reach",
+         str(data / "reach"), "--episodes", "4", "--seed", "0", "--options", "{}", "--noise", "0"),
+        check=True, capture_output=True,
+    )  # fmt: skip
+    roles = (*ROLES, *environment_roles(1, {"tabletop": 1.0}, var))
+    try:
+        operate.up(var, roles=roles, environment=os.environ, dataset_roots=str(data), timeout_s=240)
+        with operator(var) as admin:
+            yield var, admin, data
+    finally:
+        operate.down(var)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.1)
+
+
+def vla(var: Path, *arguments: str) -> tuple[int, Any]:
+    command = (sys.executable, "-m", "vla_platform.cli.main", *arguments)
+    done = subprocess.run(
+        (*command, "--var", str(var), "--format", "json"), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    return done.returncode, json.loads(done.stdout) if done.stdout.strip() else done.stderr
+
+
+def test_a_run_is_evaluated_audited_counted_and_limited(stack: tuple[Path, Operator, Path]) -> None:
+    var, admin, data = stack
+    url = admin.add("a")
+    spec = {
+        "kind": "sft", "policy": POLICY, "steps": 4, "batch_size": 4,
+        "dataset": {"path": str(data / "reach")}, "checkpoint": {"every_steps": 2},
+    }  # fmt: skip
+    with Platform(url) as platform:
+        run = platform.submit(spec)
+        run.result(timeout_s=200)
+        evaluation = {"policy": POLICY, "suite": "tabletop/reach", "episodes": 2, "videos": 1}
+        made = platform.schedule(evaluation, name="nightly", cron="0 */6 * * *")
+        assert len(made.next) == 10
+        started = platform.change_schedule("nightly", "run-now")
+        wait_until(lambda: platform.evaluations(POLICY))
+        record = platform.evaluation(started["evaluation"])
+        assert (record.policy_version, record.num_episodes) == (4, 2)
+        (state,) = platform.schedules()
+        wait_until(lambda: not platform.schedules()[0].running)
+        assert (state.num_fired, state.num_failed) == (1, 0)
+        maintenance.begin(admin.ledger.client, "new disks until 18:00")
+        with pytest.raises(UnavailableError, match="new disks until 18:00"):
+            platform.submit(spec)
+        maintenance.end(admin.ledger.client)
+        month = platform.usage
+        day = time.strftime("%Y-%m", time.gmtime())
+        wait_until(lambda: any(one.totals.get("simulator_s") for one in month(day)))
+        line = next(x for one in month(day) for x in one.lines if x.workload == run.id)
+        whole = admin.ledger.client.hget("vla:usage:a", "jobs")
+        assert line.amounts["jobs"] == int(whole)
+        rc, _ = vla(var, "tenants", "limits", "a", "--monthly-worker-s", "0.001")
+        assert rc == 0
+        with pytest.raises(QuotaError, match="budget is used up"):
+            platform.submit({**spec, "steps": 5})
+        checkpoint = platform.checkpoints(POLICY)[-1].checkpoint_id
+        rc, told = vla(var, "audit", "--deep")
+        assert (rc, told["worst"]) == (0, None)
+        prefix = f"a/policies/{POLICY}/checkpoints/"
+        victim = next(i.key for i in admin.objects.list(prefix) if "/optimizer-" in i.key)
+        admin.objects.delete(victim)
+        rc, told = vla(var, "audit", "--tenant", "a")
+        assert rc == 4
+        assert [f["key"] for f in told["audits"][0]["report"]["findings"]] == [victim]
+        assert checkpoint
+    new = admin.rotate("a")
+    with Platform(url) as stale, pytest.raises(AccessError):
+        stale.runs()
+    with Platform(new) as fresh:
+        assert [one.id for one in fresh.runs()] == [run.id]
+
+
+def test_operators_see_it_in_a_browser(stack: tuple[Path, Operator, Path], tmp_path: Path) -> None:
+    info = stack[1].info
+    login = (info.flower_user, info.flower_password)
+    for address in (info.page_url, info.flower_url):
+        assert httpx.get(address, timeout=20).status_code == 401
+    assert httpx.get(info.page_url, auth=login, timeout=20).status_code == 200
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+
+    def shown(address: str) -> str:
+        entry = address.replace("http://", f"http://{login[0]}:{login[1]}@")
+        done = subprocess.run(
+            (browser, "--headless=new", "--no-sandbox", "--disable-gpu",
+             "--disable-dev-shm-usage", f"--user-data-dir={tmp_path}", "--dump-dom",
+             "--timeout=10000", entry),
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        return done.stdout
+
+    page = shown(info.page_url)
+    assert 'id="tenants"' in page
+    assert "env-tabletop-1" in page
+    flower = shown(f"{info.flower_url}/workers")
+    for worker in ("gpu@", "control@", "sft@", "env-tabletop-1@"):
+        assert worker in flower
+
+
+def test_a_worker_is_drained_restarted_and_works_on(stack: tuple[Path, Operator, Path]) -> None:
+    var, admin, _ = stack
+    workers = Workers(admin.info.redis_url, admin.ledger.client)
+    before = {row.name.partition("@")[0]: row.pid for row in workers.rows()}
+    rc, rows = vla(var, "workers", "drain", "sft")
+    assert (rc, set(rows["left"].split(", "))) == (0, {"sft", "advantages", "audit"})
+    rc, _ = vla(var, "workers", "undrain", "sft")
+    assert rc == 0
+    operate.restart_role(var, "sft")
+    wait_until(lambda: {r.name.partition("@")[0] for r in workers.rows()} == set(before))
+    after = {row.name.partition("@")[0]: row for row in workers.rows()}
+    assert after["sft"].pid != before["sft"]
+    assert after["sft"].queues == ("advantages", "audit", "sft")
+    assert after["control"].pid == before["control"]
+    workers.close()
