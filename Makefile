@@ -12,7 +12,7 @@ env: $(VENV)/.ready  ## the environment: .venv with everything the platform and 
 $(VENV)/.ready: pyproject.toml constraints/cpu.txt deploy/bootstrap.py
 	@$(PYTHON) deploy/bootstrap.py $(VENV)
 
-demo: env        ## two tenants fine-tune on one backbone; pictures in var/demo
+demo: env        ## four tenants on one backbone, two learn by reward; a report in var/demo
 	@$(ENV) $(BIN)/python examples/demo.py $(ARGS)
 
 test: env        ## lint, types and the tests (starts the services they need)

@@ -49,19 +49,19 @@ LEARNING: dict[str, dict[str, Any]] = {
         "rollout": {"num_envs": 64, "horizon": 4},
         "algorithm": {"kind": "ppo", "epochs": 4, "minibatches": 4, "gamma": 0.9},
         "optimizer": {"lr": 1.5e-4, "schedule": {"kind": "linear", "min_lr": 3e-5}},
-        "updates": 60,
+        "updates": 50,
     },
     "grpo-lab": {
-        "rollout": {"num_envs": 128, "horizon": 2, "group_size": 8, "whole_episodes": True},
+        "rollout": {"num_envs": 128, "horizon": 4, "group_size": 8, "whole_episodes": True},
         "algorithm": {"kind": "grpo", "epochs": 2, "minibatches": 4},
-        "optimizer": {"lr": 2e-4, "schedule": {"kind": "linear", "min_lr": 4e-5}},
+        "optimizer": {"lr": 2.5e-4, "schedule": {"kind": "linear", "min_lr": 1e-4}},
         "updates": 60,
     },
 }
 # Wide enough to find better actions with few episodes.
 MODULES: dict[str, dict[str, Any]] = {
     "ppo-lab": {"kind": "oft", "chunk": 4, "initial_log_std": -1.2},
-    "grpo-lab": {"kind": "oft", "chunk": 8, "initial_log_std": -0.8},
+    "grpo-lab": {"kind": "oft", "chunk": 4, "initial_log_std": -0.7},
 }
 
 

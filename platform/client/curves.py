@@ -79,8 +79,8 @@ def draw_success(
         for place in range(len(at)):
             axes.annotate(
                 f"{rate[place]:.2f}",
-                (at[place], rate[place]),
-                xytext=(8 if 2 * at[place] < rollouts[-1] else -8, 5),
+                (at[place], low[place]),
+                xytext=(0, -13),
                 textcoords="offset points",
                 ha="left" if 2 * at[place] < rollouts[-1] else "right",
                 fontsize=9,

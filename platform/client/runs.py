@@ -6,7 +6,7 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,21 @@ class RunStatus:
     @property
     def is_over(self) -> bool:
         return is_terminal(self.state)
+
+
+def metrics_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Step, held-out and update events by step, one per step and kind: what was redone counts once.
+
+    Of each rollout the last event, its `step` the rollout's number from 1.
+    """
+    kept: dict[tuple[str, int], dict[str, Any]] = {}
+    for event in events:
+        if event["kind"] in ("step", "heldout", "update"):
+            kept[event["kind"], event["step"]] = event
+        elif event["kind"] == "rollout":
+            number = event["position"] + 1
+            kept["rollout", number] = {**event, "step": number}
+    return sorted(kept.values(), key=lambda event: (event["step"], event["kind"] == "heldout"))
 
 
 class Run:
@@ -115,16 +130,8 @@ class Run:
                 return
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Step, held-out and update events so far, one per step and kind; of each rollout the last
-        event, its `step` the rollout's number from 1. What was redone counts once."""
-        kept: dict[tuple[str, int], dict[str, Any]] = {}
-        for event in self.events(follow=False):
-            if event["kind"] in ("step", "heldout", "update"):
-                kept[event["kind"], event["step"]] = event
-            elif event["kind"] == "rollout":
-                number = event["position"] + 1
-                kept["rollout", number] = {**event, "step": number}
-        return sorted(kept.values(), key=lambda event: (event["step"], event["kind"] == "heldout"))
+        """What `metrics_of` makes of the events so far."""
+        return metrics_of(self.events(follow=False))
 
     def result(self, timeout_s: float | None = None) -> RunStatus:
         """Wait for the end. Raises `WorkloadFailedError` with the reason,

@@ -139,6 +139,22 @@ def test_round_trip_keeps_the_spec():
     assert set(json_schema()["discriminator"]["mapping"]) == {"sft", "rl"}
 
 
+def test_environment_options_may_be_lists_of_text():
+    options = {"cameras": ["top"], "gripper": False, "reach_radius": 0.06, "max_steps": 16}
+    spec = parse_spec(
+        {
+            "kind": "rl", "policy": "p", "init_from": "p/r/1", "updates": 1,
+            "environment": {"id": "tabletop/reach", "options": options},
+        }
+    )  # fmt: skip
+    assert (
+        options
+        == json.loads(canonical_json(spec.model_dump(mode="json")))["environment"]["options"]
+    )
+    with pytest.raises(SpecError):
+        parse_spec(spec.model_dump() | {"environment": {"id": "a/b", "options": {"x": [{"y": 1}]}}})
+
+
 SCHEMA = {
     "base_model": "tiny", "base_digest": "0" * 64, "cameras": ["a", "b"], "image_size": 128,
     "state_dim": 3, "action_dim": 2, "chunk": 8, "action_module": "oft", "state_input": "encoder",
