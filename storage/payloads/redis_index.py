@@ -47,8 +47,9 @@ class RedisIndex(PayloadIndex):
 
     def read(self, key: Key) -> list[bytes]:
         with translated(key):
-            raw = self._shards.of(key).client.hgetall(meta_key(key))
-        headers = {int(f[2:]): as_bytes(v) for f, v in raw.items() if _HEADER.fullmatch(f)}
+            raw = self._shards.of(key).call("HGETALL", meta_key(key))
+        pairs = zip(raw[::2], raw[1::2], strict=True)
+        headers = {int(f[2:]): as_bytes(v) for f, v in pairs if _HEADER.fullmatch(f)}
         return [headers[number] for number in sorted(headers)]
 
     def clear(self, key: Key) -> tuple[list[bytes], dict[str, Place]]:
@@ -107,12 +108,12 @@ class RedisIndex(PayloadIndex):
         shard = self._shards.of(key)
         with translated(key):
             try:
-                return shard.client.fcall(f"vla_payload_{name}", 1, meta_key(key), *args)
+                return shard.call("FCALL", f"vla_payload_{name}", 1, meta_key(key), *args)
             except redis.ResponseError as error:
                 if "Function not found" not in str(error):
                     raise
             load_functions(shard.client)
-            return shard.client.fcall(f"vla_payload_{name}", 1, meta_key(key), *args)
+            return shard.call("FCALL", f"vla_payload_{name}", 1, meta_key(key), *args)
 
 
 def load_functions(client: Any) -> None:
