@@ -7,9 +7,10 @@ put by one process and read by another: one small column, all with every byte to
 All contenders take turns in every round, so that other load hits each of them. Baselines run in
 environments of their own below `var/benchmarks/`, made on demand.
 
-Ratios are of median times, the other's over ours: above 1 we are faster. `small_column_share` is
-the small column's time over the time of all, through one payload Redis; through shared memory,
-where both are mostly fixed cost, it is in the details.
+Ratios are of median times, the other's over ours: above 1 we are faster. `ray` includes asking the
+actor that knows a partition's objects, which have no names; `ray_bare` in the details does not.
+`small_column_share` is the small column's time over the time of all, through one payload Redis;
+through shared memory, where both are mostly fixed cost, it is in the details.
 """
 
 from __future__ import annotations
@@ -156,9 +157,12 @@ def measure(contenders: list[Contender], rounds: int) -> tuple[Samples, Samples]
                 if number >= 0:  # the first round warms up
                     times[contender.name][operation].append(answer["ms"])
                     grown[contender.name][operation].append(answer["grown"] / 1e6)
+                    if answer["bare_ms"] is not None:
+                        bare = times.setdefault(f"{contender.name}_bare", {})
+                        bare.setdefault(operation, []).append(answer["bare_ms"])
         line = "  ".join(
             f"{name} " + "/".join(f"{times[name][o][-1]:.1f}" for o in OPERATIONS[:-1])
-            for name in times
+            for name in grown
             if number >= 0
         )
         print(f"round {number + 1}/{rounds}: {line}", file=sys.stderr, flush=True)
