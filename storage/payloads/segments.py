@@ -128,7 +128,7 @@ class Block:
     def to_json(self) -> dict[str, Any]:
         rows = list(self.ids)
         # A run of numbers is written as its ends.
-        is_run = not self.is_pool and len(rows) > 2 and rows == list(range(rows[0], rows[-1] + 1))
+        is_run = not self.is_pool and all(b - a == 1 for a, b in itertools.pairwise(rows))
         return {
             "name": self.name,
             "kind": self.kind,

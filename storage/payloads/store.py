@@ -136,7 +136,8 @@ class PayloadStore:
     ) -> list[int]:
         """Note rows as consumed by one consumer task; returns those that were not before.
 
-        Of several that mark the same row, one gets it. Raises `PayloadNotFoundError`.
+        Of several that mark the same row, one gets it; rows whose answer is lost on the way count
+        as consumed, as they do when a consumer dies. Raises `PayloadNotFoundError`.
         """
         key = Key.checked(partition_id, tenant_id)
         return self._index.mark(key, check_id("consumer", consumer), check_rows(rows))
