@@ -18,7 +18,7 @@ import redis
 from vla_storage.errors import InvalidKeyError, StorageUnavailableError
 from vla_storage.payloads.base import Append, PartitionUse, PayloadIndex
 from vla_storage.payloads.redis_connections import Shard, Shards, as_bytes, translated
-from vla_storage.payloads.segments import Key, Place
+from vla_storage.payloads.segments import SEGMENT_ID, Key, Place
 
 _APPENDED = {1: Append.DONE, 0: Append.BEHIND, -1: Append.GONE}
 _HEADER = re.compile(rb"s:[0-9]{1,9}")
@@ -60,7 +60,7 @@ class RedisIndex(PayloadIndex):
             kind, _, name = as_bytes(field).decode().partition(":")
             if kind == "s":
                 headers.append(as_bytes(value))
-            elif kind == "d":
+            elif kind == "d" and SEGMENT_ID.fullmatch(name):
                 with contextlib.suppress(ValueError):
                     drafts[name] = dict(json.loads(as_bytes(value)))
         return headers, drafts
@@ -85,8 +85,12 @@ class RedisIndex(PayloadIndex):
         now_ms = seconds * 1000 + microseconds / 1000
         for registry in shard.client.scan_iter(match=f"*{_REGISTRY}", count=1000):
             tenant = as_bytes(registry).decode().removesuffix(_REGISTRY)
-            for partition, line in shard.client.hgetall(registry).items():
-                # A tenant may write what it likes here; it is then not listed.
+            # A tenant may write what it likes here; it is then not listed.
+            try:
+                lines = shard.client.hgetall(registry)
+            except redis.ResponseError:
+                continue
+            for partition, line in lines.items():
                 with contextlib.suppress(ValueError, InvalidKeyError):
                     size, expires, created, owner = as_bytes(line).decode().split()
                     use = PartitionUse(

@@ -31,7 +31,7 @@ ALIGNMENT = 64
 CELL_DIGEST = 16  # hex digits of a row's digest
 FRAME_DIGEST = 32  # hex digits of a frame's name
 KINDS = "biuf"  # of dtypes: plain numbers
-_SEGMENT = re.compile(r"[0-9a-f]{32}")
+SEGMENT_ID = re.compile(r"[0-9a-f]{32}")
 _MAX_RANK = 16
 
 Place = dict[str, Any]
@@ -190,7 +190,7 @@ def decode(key: Key, header: bytes) -> Segment:
             raise PayloadCorruptError(f"{key}: written by another release", **where)
         blocks = tuple(_block(item, int(raw["size"])) for item in raw["blocks"])
         place = raw["place"]
-        if not _SEGMENT.fullmatch(raw["segment"]) or type(place) is not dict:
+        if not SEGMENT_ID.fullmatch(raw["segment"]) or type(place) is not dict:
             raise ValueError("malformed address")
         return Segment(
             segment_id=raw["segment"], size_bytes=int(raw["size"]), place=place, blocks=blocks
