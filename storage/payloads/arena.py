@@ -8,7 +8,6 @@ used anew until the last view is gone or its process is dead.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -16,12 +15,11 @@ import weakref
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from vla_storage.errors import PayloadFullError, PayloadNotFoundError
-from vla_storage.payloads.arena_file import ArenaFile, SlotState
+from vla_storage.payloads.arena_file import NUM_SLOTS, ArenaFile, SlotState
 from vla_storage.payloads.base import Pieces, Spans, Tier, Want
 from vla_storage.payloads.segments import Key, Place, Segment, aligned
 from vla_storage.tensors import Array
@@ -55,10 +53,10 @@ class ArenaTier(Tier):
     def allocate(self, key: Key, segment_id: str, spans: Spans, *, ttl_s: float) -> Place:
         body = max(offset + size for offset, size in spans)
         size = max(aligned(body), aligned(1))
-        file = self._file
+        file, slots = self._file, self._file.slots
         with file.locked():
             self._recycle()
-            free = np.flatnonzero(file.slots["state"] == SlotState.FREE)
+            free = np.flatnonzero(slots["state"] == SlotState.FREE)
             offset = self._gap(size)
             if offset is None or free.size == 0:
                 raise PayloadFullError(
@@ -66,23 +64,22 @@ class ArenaTier(Tier):
                     partition_id=key.partition_id,
                 )  # fmt: skip
             number = int(free[0])
-            slot = file.slots[number : number + 1]
             now = time.monotonic()
-            slot["generation"] += 1
-            slot["writer"] = file.participant
-            slot["offset"], slot["size"] = offset, size
-            slot["created"], slot["expires"] = now, now + ttl_s
-            slot["owner"] = str(key).encode()
-            slot["state"] = SlotState.WRITING  # last: whoever dies before leaves a free slot
-            generation = int(slot["generation"][0])
+            slots["generation"][number] += 1
+            slots["writer"][number] = file.participant
+            slots["offset"][number], slots["size"][number] = offset, size
+            slots["created"][number], slots["expires"][number] = now, now + ttl_s
+            slots["owner"][number] = str(key).encode()
+            slots["state"][number] = SlotState.WRITING  # last: who dies before leaves a free slot
+            generation = int(slots["generation"][number])
         return {
             "tier": self.name, "arena": self._id, "slot": number, "generation": generation,
         }  # fmt: skip
 
     def write(self, key: Key, segment_id: str, place: Place, pieces: Pieces) -> None:
         slot = self._slot(key, place)
-        begin = int(slot["offset"][0])
-        body = self._file.heap[begin : begin + int(slot["size"][0])]
+        begin = int(self._file.slots["offset"][slot])
+        body = self._file.heap[begin : begin + int(self._file.slots["size"][slot])]
         source = pieces()
         lock = threading.Lock()
 
@@ -109,7 +106,7 @@ class ArenaTier(Tier):
         with self._file.locked():
             slot = self._find(key, place)
             if slot is not None:
-                slot["state"] = SlotState.SEALED
+                self._file.slots["state"][slot] = SlotState.SEALED
 
     def read(self, key: Key, wants: Sequence[Want], *, copy: bool) -> list[Array]:
         held: dict[str, _Pinned | None] = {}
@@ -135,7 +132,7 @@ class ArenaTier(Tier):
         with self._file.locked():
             slot = self._find(key, place)
             if slot is not None:
-                slot["state"] = SlotState.CLEARED
+                self._file.slots["state"][slot] = SlotState.CLEARED
                 self._recycle()
 
     def reclaim(self, key: Key, segment_id: str, place: Place) -> None:
@@ -147,7 +144,8 @@ class ArenaTier(Tier):
             for segment in segments:
                 slot = self._find(key, segment.place)
                 if slot is not None:
-                    slot["expires"] = max(float(slot["expires"][0]), until)
+                    expires = self._file.slots["expires"]
+                    expires[slot] = max(float(expires[slot]), until)
 
     def sweep(self, known: Collection[Key], *, grace_s: float) -> int:
         owners = {str(key).encode() for key in known}
@@ -165,7 +163,7 @@ class ArenaTier(Tier):
         self._helpers.shutdown()
         del self._file  # views that are out keep the mapping, and this process a participant
 
-    def _slot(self, key: Key, place: Place) -> Any:
+    def _slot(self, key: Key, place: Place) -> int:
         slot = self._find(key, place)
         if slot is None:
             raise PayloadNotFoundError(
@@ -173,31 +171,26 @@ class ArenaTier(Tier):
             )
         return slot
 
-    def _find(self, key: Key, place: Place) -> Any:
-        """The slot's entry, if it still is what `place` says and belongs to `key`."""
+    def _find(self, key: Key, place: Place) -> int | None:
+        """The slot's number, if it still is what `place` says and belongs to `key`."""
         number = place.get("slot")
         slots = self._file.slots
-        if (
-            place.get("arena") != self._id
-            or type(number) is not int
-            or not 0 <= number < slots.size
-        ):
+        if place.get("arena") != self._id or type(number) is not int or not 0 <= number < NUM_SLOTS:
             return None
-        slot = slots[number : number + 1]
-        state = int(slot["state"][0])
+        state = int(slots["state"][number])
         if (
-            int(slot["generation"][0]) != place.get("generation")
+            int(slots["generation"][number]) != place.get("generation")
             or state not in (SlotState.WRITING, SlotState.SEALED)
-            or bytes(slot["owner"][0]) != str(key).encode()
-            or (state == SlotState.SEALED and float(slot["expires"][0]) <= time.monotonic())
+            or bytes(slots["owner"][number]) != str(key).encode()
+            or (state == SlotState.SEALED and float(slots["expires"][number]) <= time.monotonic())
         ):
             return None
-        return slot
+        return number
 
     def _extent(self, key: Key, want: Want) -> tuple[int, int]:
         slot = self._slot(key, want.segment.place)
-        begin = int(slot["offset"][0]) + want.offset
-        if want.offset + want.size_bytes > int(slot["size"][0]):
+        begin = int(self._file.slots["offset"][slot]) + want.offset
+        if want.offset + want.size_bytes > int(self._file.slots["size"][slot]):
             raise PayloadNotFoundError(f"{key} is gone", partition_id=key.partition_id, columns=[])
         return begin, begin + want.size_bytes
 
@@ -212,18 +205,18 @@ class ArenaTier(Tier):
         file = self._file
         with file.locked():
             slot = self._slot(key, segment.place)
-            if segment.size_bytes > int(slot["size"][0]):
+            if segment.size_bytes > int(file.slots["size"][slot]):
                 raise PayloadNotFoundError(
                     f"{key} is gone", partition_id=key.partition_id, columns=[]
                 )
             free = np.flatnonzero(file.pins["participant"] == 0)
             if free.size == 0:
                 return None
-            entry = file.pins[int(free[0]) : int(free[0]) + 1]
-            entry["slot"] = segment.place["slot"]
-            entry["generation"] = segment.place["generation"]
-            entry["participant"] = file.participant + 1
-            return _Pinned(file, entry, int(slot["offset"][0]), segment.size_bytes)
+            pin = int(free[0])
+            file.pins["slot"][pin] = slot
+            file.pins["generation"][pin] = segment.place["generation"]
+            file.pins["participant"][pin] = file.participant + 1
+            return _Pinned(file, pin, int(file.slots["offset"][slot]), segment.size_bytes)
 
     def _recycle(self) -> None:
         """Free what is cleared, expired or was being written by the dead. Call it `locked`."""
@@ -264,10 +257,11 @@ class ArenaTier(Tier):
     def _gap(self, size: int) -> int | None:
         """The first gap of the heap that is large enough: low addresses are warm."""
         slots = self._file.slots
-        used = slots[slots["state"] != SlotState.FREE]
-        order = np.argsort(used["offset"])
-        begins = used["offset"][order].astype(np.int64)
-        ends = begins + used["size"][order].astype(np.int64)
+        used = np.flatnonzero(slots["state"] != SlotState.FREE)
+        begins = slots["offset"][used].astype(np.int64)
+        order = np.argsort(begins)
+        begins = begins[order]
+        ends = begins + slots["size"][used[order]].astype(np.int64)
         gaps_at = np.concatenate([[0], ends])
         gaps_end = np.concatenate([begins, [self._file.heap.size]])
         fits = np.flatnonzero(gaps_end - gaps_at >= size)
@@ -277,7 +271,7 @@ class ArenaTier(Tier):
 class _Pinned:
     """A read-only extent of the heap; its pin lives as long as the arrays made of it."""
 
-    def __init__(self, file: ArenaFile, entry: Any, offset: int, size_bytes: int) -> None:
+    def __init__(self, file: ArenaFile, pin: int, offset: int, size_bytes: int) -> None:
         self._file = file  # keeps the mapping
         self._heap = file.heap
         self.__array_interface__ = {
@@ -288,10 +282,9 @@ class _Pinned:
         }
         # Without the lock: the collector may run in a thread that holds it, and only the owner
         # writes a live entry.
-        weakref.finalize(self, _unpin, entry, os.getpid()).atexit = False
+        weakref.finalize(self, _unpin, file.pins["participant"], pin, os.getpid()).atexit = False
 
 
-def _unpin(entry: Any, pid: int) -> None:
+def _unpin(participants: Array, pin: int, pid: int) -> None:
     if os.getpid() == pid:  # a fork has the object, but not the pin
-        with contextlib.suppress(ValueError):
-            entry["participant"] = 0
+        participants[pin] = 0

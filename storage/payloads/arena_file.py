@@ -38,24 +38,31 @@ NUM_SLOTS = 4096
 NUM_PINS = 4096
 MAX_PARTICIPANTS = 512
 MIN_BYTES = 1 << 20
-_MAGIC = b"vla-arena-1\0"
+_MAGIC = b"vla-arena-2\0"
 _PAGE = mmap.PAGESIZE
 _LOCK_WAIT_S = 5.0
 
-SLOT = np.dtype(
+# One record of arrays: what is searched lies together.
+SLOTS = np.dtype(
     [
-        ("generation", "<u8"),  # rises whenever the slot is used anew
-        ("state", "<u4"),
-        ("writer", "<u4"),  # participant
-        ("offset", "<u8"),  # in the heap
-        ("size", "<u8"),
-        ("expires", "<f8"),  # CLOCK_MONOTONIC, the same in all processes of the host
-        ("created", "<f8"),
-        ("owner", "S208"),  # tenant/partition
+        ("state", "<u4", (NUM_SLOTS,)),
+        ("writer", "<u4", (NUM_SLOTS,)),  # participant
+        ("generation", "<u8", (NUM_SLOTS,)),  # rises whenever the slot is used anew
+        ("offset", "<u8", (NUM_SLOTS,)),  # in the heap
+        ("size", "<u8", (NUM_SLOTS,)),
+        # CLOCK_MONOTONIC, the same in all processes of the host
+        ("expires", "<f8", (NUM_SLOTS,)),
+        ("created", "<f8", (NUM_SLOTS,)),
+        ("owner", "S208", (NUM_SLOTS,)),  # tenant/partition
     ]
 )
-PIN = np.dtype([("participant", "<u4"), ("slot", "<u4"), ("generation", "<u8")])
-"""`participant` is one more than its number; 0 is a free entry."""
+PINS = np.dtype(
+    [
+        ("participant", "<u4", (NUM_PINS,)),  # one more than its number; 0: a free entry
+        ("slot", "<u4", (NUM_PINS,)),
+        ("generation", "<u8", (NUM_PINS,)),
+    ]
+)
 
 
 class SlotState(IntEnum):
@@ -88,8 +95,8 @@ class ArenaFile:
         weakref.finalize(self, os.close, self._fd).atexit = False
         self.path = path
         self._mutex = threading.Lock()
-        self.slots = np.frombuffer(mapped, SLOT, NUM_SLOTS, _SLOTS_AT)
-        self.pins = np.frombuffer(mapped, PIN, NUM_PINS, _PINS_AT)
+        self.slots = np.frombuffer(mapped, SLOTS, 1, _SLOTS_AT)[0]
+        self.pins = np.frombuffer(mapped, PINS, 1, _PINS_AT)[0]
         self.heap: Array = np.frombuffer(mapped, np.uint8, size - _HEAP_AT, _HEAP_AT)
         self.heap_address = self.heap.__array_interface__["data"][0]
         with self.locked():
@@ -154,8 +161,8 @@ class ArenaFile:
 
 _F_OFD_SETLK = 37
 _SLOTS_AT = _PAGE
-_PINS_AT = _SLOTS_AT + -(-NUM_SLOTS * SLOT.itemsize // _PAGE) * _PAGE
-_HEAP_AT = _PINS_AT + -(-NUM_PINS * PIN.itemsize // _PAGE) * _PAGE
+_PINS_AT = _SLOTS_AT + -(-SLOTS.itemsize // _PAGE) * _PAGE
+_HEAP_AT = _PINS_AT + -(-PINS.itemsize // _PAGE) * _PAGE
 
 
 def create_arena(path: Path, size_bytes: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from vla_storage.errors import ObjectNotFoundError, PayloadCorruptError, PayloadNotFoundError
 from vla_storage.objects import ObjectStore
 from vla_storage.payloads.base import Pieces, Spans, Tier, Want
-from vla_storage.payloads.parts import checked_cuts, contiguous, cuts, ranges_of
+from vla_storage.payloads.parts import checked_cuts, contiguous, cuts, num_parts, ranges_of
 from vla_storage.payloads.segments import Key, Place
 from vla_storage.tensors import Array
 
@@ -71,8 +71,7 @@ class ObjectTier(Tier):
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def free(self, key: Key, segment_id: str, place: Place) -> None:
-        parts = place.get("cuts")
-        for number in range(len(parts) - 1 if isinstance(parts, list) else 0):
+        for number in range(num_parts(place)):
             self._objects.delete(_part_key(key, segment_id, number))
 
     def sweep(self, known: Collection[Key], *, grace_s: float) -> int:

@@ -12,11 +12,12 @@ import numpy as np
 
 from vla_storage.errors import PayloadCorruptError
 from vla_storage.payloads.base import Piece, Spans
-from vla_storage.payloads.segments import Key, Segment
+from vla_storage.payloads.segments import Key, Place, Segment
 from vla_storage.tensors import Array
 
 _SMALL_BYTES = 64 << 10  # columns below share a part
 _MOST_BYTES = 256 << 20  # of one part; Redis takes 512 MB
+_MOST_PARTS = 10_000
 
 
 def cuts(spans: Spans) -> list[int]:
@@ -72,3 +73,9 @@ def checked_cuts(key: Key, segment: Segment) -> list[int]:
             tenant_id=key.tenant_id, partition_id=key.partition_id,
         )  # fmt: skip
     return parts
+
+
+def num_parts(place: Place) -> int:
+    """How many parts a place names; believed only as far as it could be true."""
+    parts = place.get("cuts")
+    return min(len(parts) - 1, _MOST_PARTS) if isinstance(parts, list) and parts else 0

@@ -39,6 +39,17 @@ class Run:
         begin, end = self.block.starts[self.first], self.block.starts[self.last]
         return Want(segment=self.segment, offset=self.block.offset + begin, size_bytes=end - begin)
 
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Of each row."""
+        if len(self.block.shapes) == 1:
+            return self.block.shapes * (self.last - self.first)
+        return self.block.shapes[self.first : self.last]
+
+    def digests(self) -> list[str]:
+        """Of each row; not for frames, which have their own."""
+        text, size = self.block.digests, CELL_DIGEST
+        return [text[at * size : (at + 1) * size] for at in range(self.first, self.last)]
+
     def cells(self, raw: Array) -> Iterator[tuple[int, Array]]:
         """Index in the block and bytes of each row."""
         starts, base = self.block.starts, self.block.starts[self.first]
@@ -64,6 +75,10 @@ def choose(
 
     Raises `PayloadNotFoundError` naming `columns` that lack a row.
     """
+    if rows is None and len(segments) == 1:
+        plans = _whole(segments[0], columns)
+        if plans is not None:
+            return plans
     known = names_of(segments)
     names = known if columns is None else list(dict.fromkeys(columns))
     cells = {name: cells_of(segments, name) for name in names}
@@ -82,6 +97,21 @@ def choose(
             columns=absent,
         )
     return [_column(name, [cells[name][row] for row in wanted], cells[name]) for name in names]
+
+
+def _whole(segment: Segment, columns: Sequence[str] | None) -> list[ColumnPlan] | None:
+    """The usual case, without a look at each row: one put, all of its rows, in ascending order."""
+    blocks = {block.name: block for block in segment.blocks if not block.is_pool}
+    chosen = list(blocks) if columns is None else list(dict.fromkeys(columns))
+    if not chosen or not blocks.keys() >= set(chosen):
+        return None
+    ids = blocks[chosen[0]].ids
+    if not isinstance(ids, range) or any(blocks[name].ids != ids for name in chosen):
+        return None
+    return [
+        ColumnPlan(name, blocks[name].kind, [Run(segment, blocks[name], 0, len(ids))], len(ids))
+        for name in chosen
+    ]
 
 
 def frame_runs(key: Key, segments: Sequence[Segment], name: str, digests: set[str]) -> list[Run]:
@@ -202,8 +232,8 @@ def _info(key: Key, segments: Sequence[Segment], name: str) -> ColumnInfo:
         kind=block.kind,
         dtype=block.dtype,
         rows=tuple(rows),
-        shapes=tuple(one.shape(index) for _, one, index in ordered),
-        digests=tuple(one.digest(index) for _, one, index in ordered),
+        shapes=tuple(shape for run in runs for shape in run.shapes()),
+        digests=tuple(digest for run in runs for digest in run.digests()),
         size_bytes=sum(run.want.size_bytes for run in runs),
         tiers=tuple(sorted({run.segment.tier for run in (*runs, *pool_runs)})),
         num_frames=len(pool),

@@ -13,7 +13,7 @@ import numpy as np
 
 from vla_storage.errors import PayloadCorruptError, PayloadFullError, PayloadNotFoundError
 from vla_storage.payloads.base import Pieces, Spans, Tier, Want
-from vla_storage.payloads.parts import checked_cuts, contiguous, cuts, ranges_of
+from vla_storage.payloads.parts import checked_cuts, contiguous, cuts, num_parts, ranges_of
 from vla_storage.payloads.redis_connections import Shards, as_array, head, translated
 from vla_storage.payloads.redis_index import RedisIndex, meta_key
 from vla_storage.payloads.segments import Key, Place, Segment
@@ -141,6 +141,4 @@ def _part_key(key: Key, segment_id: str, number: int) -> str:
 
 
 def _part_keys(key: Key, segment_id: str, place: Place) -> list[str]:
-    parts = place.get("cuts")
-    count = len(parts) - 1 if isinstance(parts, list) else 0
-    return [_part_key(key, segment_id, number) for number in range(min(count, 10_000))]
+    return [_part_key(key, segment_id, number) for number in range(num_parts(place))]

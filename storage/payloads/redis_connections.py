@@ -89,6 +89,11 @@ class Shard:
             self._fill = (time.monotonic(), share)
         return share
 
+    def call(self, *parts: str | bytes | int) -> Any:
+        """One command, without what redis-py does around it."""
+        command = head(*parts)
+        return self.stream(lambda: iter((command,)), 1)[0]
+
     def stream(self, commands: Callable[[], Iterator[Any]], num_replies: int) -> list[Any]:
         """Send packed commands as they are made, then read their replies; retried as a whole.
 

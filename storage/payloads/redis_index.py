@@ -18,7 +18,7 @@ import redis
 from vla_storage.errors import InvalidKeyError, StorageUnavailableError
 from vla_storage.payloads.base import Append, PartitionUse, PayloadIndex
 from vla_storage.payloads.redis_connections import Shard, Shards, as_bytes, translated
-from vla_storage.payloads.segments import Key, Place
+from vla_storage.payloads.segments import SEGMENT_ID, Key, Place
 
 _APPENDED = {1: Append.DONE, 0: Append.BEHIND, -1: Append.GONE}
 _HEADER = re.compile(rb"s:[0-9]{1,9}")
@@ -47,8 +47,9 @@ class RedisIndex(PayloadIndex):
 
     def read(self, key: Key) -> list[bytes]:
         with translated(key):
-            raw = self._shards.of(key).client.hgetall(meta_key(key))
-        headers = {int(f[2:]): as_bytes(v) for f, v in raw.items() if _HEADER.fullmatch(f)}
+            raw = self._shards.of(key).call("HGETALL", meta_key(key))
+        pairs = zip(raw[::2], raw[1::2], strict=True)
+        headers = {int(f[2:]): as_bytes(v) for f, v in pairs if _HEADER.fullmatch(f)}
         return [headers[number] for number in sorted(headers)]
 
     def clear(self, key: Key) -> tuple[list[bytes], dict[str, Place]]:
@@ -59,7 +60,7 @@ class RedisIndex(PayloadIndex):
             kind, _, name = as_bytes(field).decode().partition(":")
             if kind == "s":
                 headers.append(as_bytes(value))
-            elif kind == "d":
+            elif kind == "d" and SEGMENT_ID.fullmatch(name):
                 with contextlib.suppress(ValueError):
                     drafts[name] = dict(json.loads(as_bytes(value)))
         return headers, drafts
@@ -84,8 +85,12 @@ class RedisIndex(PayloadIndex):
         now_ms = seconds * 1000 + microseconds / 1000
         for registry in shard.client.scan_iter(match=f"*{_REGISTRY}", count=1000):
             tenant = as_bytes(registry).decode().removesuffix(_REGISTRY)
-            for partition, line in shard.client.hgetall(registry).items():
-                # A tenant may write what it likes here; it is then not listed.
+            # A tenant may write what it likes here; it is then not listed.
+            try:
+                lines = shard.client.hgetall(registry)
+            except redis.ResponseError:
+                continue
+            for partition, line in lines.items():
                 with contextlib.suppress(ValueError, InvalidKeyError):
                     size, expires, created, owner = as_bytes(line).decode().split()
                     use = PartitionUse(
@@ -107,12 +112,12 @@ class RedisIndex(PayloadIndex):
         shard = self._shards.of(key)
         with translated(key):
             try:
-                return shard.client.fcall(f"vla_payload_{name}", 1, meta_key(key), *args)
+                return shard.call("FCALL", f"vla_payload_{name}", 1, meta_key(key), *args)
             except redis.ResponseError as error:
                 if "Function not found" not in str(error):
                     raise
             load_functions(shard.client)
-            return shard.client.fcall(f"vla_payload_{name}", 1, meta_key(key), *args)
+            return shard.call("FCALL", f"vla_payload_{name}", 1, meta_key(key), *args)
 
 
 def load_functions(client: Any) -> None:

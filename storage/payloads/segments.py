@@ -10,13 +10,13 @@ Headers come out of a store that a tenant may write to, so nothing in one is bel
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ ALIGNMENT = 64
 CELL_DIGEST = 16  # hex digits of a row's digest
 FRAME_DIGEST = 32  # hex digits of a frame's name
 KINDS = "biuf"  # of dtypes: plain numbers
-_SEGMENT = re.compile(r"[0-9a-f]{32}")
+SEGMENT_ID = re.compile(r"[0-9a-f]{32}")
 _MAX_RANK = 16
 
 Place = dict[str, Any]
@@ -54,7 +54,7 @@ class Key:
     def __str__(self) -> str:
         return f"{self.tenant_id}/{self.partition_id}"
 
-    @cached_property
+    @functools.cached_property
     def seed(self) -> int:
         """What binds the digests of rows to their owner: the bytes of another never fit."""
         return int(xxhash.xxh3_64_intdigest(str(self).encode()))
@@ -97,7 +97,7 @@ class Block:
     digests: str = ""
     is_pool: bool = False
 
-    @cached_property
+    @functools.cached_property
     def starts(self) -> Sequence[int]:
         """Bytes from the block's offset to each of the B rows, and to the end."""
         itemsize = self.cell_itemsize
@@ -128,7 +128,7 @@ class Block:
     def to_json(self) -> dict[str, Any]:
         rows = list(self.ids)
         # A run of numbers is written as its ends.
-        is_run = not self.is_pool and len(rows) > 2 and rows == list(range(rows[0], rows[-1] + 1))
+        is_run = not self.is_pool and all(b - a == 1 for a, b in itertools.pairwise(rows))
         return {
             "name": self.name,
             "kind": self.kind,
@@ -173,8 +173,11 @@ def encode(key: Key, segment: Segment) -> bytes:
     return key.text_digest(text) + text
 
 
+@functools.lru_cache(maxsize=512)
 def decode(key: Key, header: bytes) -> Segment:
-    """Raises `PayloadCorruptError` for a header that is damaged or belongs to somebody else."""
+    """The same bytes are checked once: epochs read the same partition again.
+
+    Raises `PayloadCorruptError` for a header that is damaged or belongs to somebody else."""
     where = {"tenant_id": key.tenant_id, "partition_id": key.partition_id}
     digest, text = header[:CELL_DIGEST], header[CELL_DIGEST:]
     if key.text_digest(text) != digest:
@@ -187,7 +190,7 @@ def decode(key: Key, header: bytes) -> Segment:
             raise PayloadCorruptError(f"{key}: written by another release", **where)
         blocks = tuple(_block(item, int(raw["size"])) for item in raw["blocks"])
         place = raw["place"]
-        if not _SEGMENT.fullmatch(raw["segment"]) or type(place) is not dict:
+        if not SEGMENT_ID.fullmatch(raw["segment"]) or type(place) is not dict:
             raise ValueError("malformed address")
         return Segment(
             segment_id=raw["segment"], size_bytes=int(raw["size"]), place=place, blocks=blocks

@@ -8,6 +8,7 @@ features) join the rows that are there, from any process.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ DEFAULT_QUOTA_BYTES = 4 << 30
 JOB = "job"
 """Owner of partitions that the ledger knows; the collector removes those it knows no longer."""
 _POLL_S = 0.02
+_log = logging.getLogger(__name__)
 _TRIES = 16
 
 
@@ -136,7 +138,8 @@ class PayloadStore:
     ) -> list[int]:
         """Note rows as consumed by one consumer task; returns those that were not before.
 
-        Of several that mark the same row, one gets it. Raises `PayloadNotFoundError`.
+        Of several that mark the same row, one gets it; rows whose answer is lost on the way count
+        as consumed, as they do when a consumer dies. Raises `PayloadNotFoundError`.
         """
         key = Key.checked(partition_id, tenant_id)
         return self._index.mark(key, check_id("consumer", consumer), check_rows(rows))
@@ -157,8 +160,9 @@ class PayloadStore:
                 if segment.tier in self._tiers:
                     self._tiers[segment.tier].free(key, segment.segment_id, segment.place)
         for segment_id, place in drafts.items():
-            if place.get("tier") in self._tiers:
-                self._tiers[place["tier"]].reclaim(key, segment_id, place)
+            tier = self._tiers.get(str(place.get("tier")))
+            if tier is not None:
+                tier.reclaim(key, segment_id, place)
         return bool(headers or drafts)
 
     def partitions(self) -> list[PartitionUse]:
@@ -172,7 +176,10 @@ class PayloadStore:
         kept, removed = set(known), 0
         for use in self._index.partitions():
             if use.owner == JOB and use.key not in known and use.age_s >= grace_s:
-                removed += self.clear(use.key.partition_id, use.key.tenant_id)
+                try:
+                    removed += self.clear(use.key.partition_id, use.key.tenant_id)
+                except PayloadError as error:  # whatever a tenant did to its own is its own
+                    _log.warning("action=orphan_not_cleared partition=%s reason=%s", use.key, error)
             else:
                 kept.add(use.key)
         return removed + sum(t.sweep(kept, grace_s=grace_s) for t in self._tiers.values())

@@ -112,6 +112,27 @@ def test_headers_that_a_tenant_forged_are_refused(
     on_redis.clear("p1", "a")
 
 
+def test_what_a_tenant_writes_into_its_own_index_stops_no_collector(
+    on_redis: PayloadStore, raw: redis.Redis
+) -> None:
+    on_redis.put("p1", "a", COLUMNS, ttl_s=60)
+    on_redis.put("p1", "b", COLUMNS, ttl_s=60)
+    for field, value in {
+        "s:x": "1", "s:1": "no header", "d:../../x": "{}", f"d:{'0' * 32}": '{"tier": []}',
+        f"d:{'1' * 32}": '{"tier": "redis", "cuts": 5}', f"d:{'2' * 32}": "[", "zzz": "1",
+    }.items():  # fmt: skip
+        raw.hset(META, field, value)
+    for partition, line in (("../x", "1 2 3 job"), ("p9", "x"), ("p8", "1 99e99 0 job")):
+        raw.hset("a:payload:~partitions", partition, line)
+    raw.set("c:payload:~partitions", "of another type")
+
+    with pytest.raises(PayloadCorruptError):
+        on_redis.metadata("p1", "a")
+    on_redis.collect([], grace_s=0)
+    assert on_redis.metadata("p1", "b") == {}
+    assert not raw.exists(META)
+
+
 def test_pf27_bytes_of_another_owner_are_refused(on_redis: PayloadStore, raw: redis.Redis) -> None:
     """Even those that are the same numbers: digests are bound to tenant and partition."""
     for tenant in "ab":
