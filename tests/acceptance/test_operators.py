@@ -121,12 +121,12 @@ def test_operators_see_it_in_a_browser(stack: tuple[Path, Operator, Path], tmp_p
     if browser is None:
         pytest.skip("no Chromium on this machine")
 
-    def shown(address: str) -> str:
+    def shown(address: str, *more: str) -> str:
         entry = address.replace("http://", f"http://{login[0]}:{login[1]}@")
         done = subprocess.run(
             (browser, "--headless=new", "--no-sandbox", "--disable-gpu",
              "--disable-dev-shm-usage", f"--user-data-dir={tmp_path}", "--dump-dom",
-             "--timeout=10000", entry),
+             "--timeout=10000", *more, entry),
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         return done.stdout
@@ -134,7 +134,8 @@ def test_operators_see_it_in_a_browser(stack: tuple[Path, Operator, Path], tmp_p
     page = shown(info.page_url)
     assert 'id="tenants"' in page
     assert "env-tabletop-1" in page
-    flower = shown(f"{info.flower_url}/workers")
+    # Its table comes by a script, after the page.
+    flower = shown(f"{info.flower_url}/workers", "--virtual-time-budget=5000")
     for worker in ("gpu@", "control@", "sft@", "env-tabletop-1@"):
         assert worker in flower
 
