@@ -46,6 +46,7 @@ class Emitter:
     def __init__(self, client: Any, *, most_waiting: int = 10_000) -> None:
         self._redis = client
         self._waiting: queue.Queue[Event | None] = queue.Queue(most_waiting)
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
@@ -57,7 +58,8 @@ class Emitter:
             _log.warning("action=metric_dropped workload=%s", event.workload)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Send what waits, then stop."""
+        """Send what waits, then stop; a Redis that does not answer is not waited for."""
+        self._closing.set()
         self._waiting.put(None)
         self._thread.join(timeout_s)
 
@@ -74,10 +76,10 @@ class Emitter:
                     break
                 except (redis.ConnectionError, redis.TimeoutError) as error:
                     # Sent twice is fine: who reads them counts a step once.
-                    if time.monotonic() > end:
+                    if time.monotonic() > end or self._closing.is_set():
                         _log.warning("action=metrics_lost count=%d reason=%s", len(events), error)
                         break
-                    time.sleep(0.5)
+                    self._closing.wait(0.5)
                 except redis.RedisError as error:
                     _log.warning("action=metrics_lost count=%d reason=%s", len(events), error)
                     break
