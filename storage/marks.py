@@ -7,6 +7,8 @@ only: two writers never lose each other's marks (PF-25).
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,7 +25,7 @@ from vla_storage.objects.base import ObjectStore
 
 MARKS_VERSION = 1
 MAX_BYTES = 4 << 20
-_TRIES = 100
+_TRIES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,10 @@ def change_marks(
 ) -> Marks:
     """Read, change and write back until no other writer was faster; returns what is written."""
     key = marks_key(tenant, policy)
-    for _ in range(_TRIES):
+    for number in range(_TRIES):
+        if number:
+            # Writers that lose together must not meet again together.
+            time.sleep(random.uniform(0, min(0.05, 0.001 * 2**number)))
         marks, etag = _read(objects, key)
         changed = change(marks)
         if changed == marks:
