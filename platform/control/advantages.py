@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vla_platform.control import dispatch
 from vla_platform.control.services import Services
 from vla_platform.control.states import DropReason, JobState, Stage
-from vla_platform.control.training_job import TrainingJob
+from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
 from vla_platform.control.workloads import load_rl_spec
 from vla_platform.errors import DataError, LeaseLostError
 from vla_platform.rl.advantages import (
@@ -42,7 +42,6 @@ from vla_platform.specs import GRPOSpec, PPOSpec, ReinforceSpec, RLSpec
 from vla_storage.errors import CodedError, PayloadNotFoundError
 
 ROW_COLUMNS = ("rewards", "actions_is_pad", "next_row", "is_transition", "terminated", "episode")
-PAYLOAD_TTL_S = 3600.0
 MISFITS = (ValueError, TypeError, KeyError, IndexError)
 """What columns of the wrong shape or kind raise, somewhere in numpy."""
 _log = logging.getLogger(__name__)
@@ -167,7 +166,7 @@ def _compute(services: Services, job: TrainingJob) -> None:
             ledger.drop(job, judged.drop)
             return
         services.payloads.put(
-            job.partition_id, job.tenant_id, judged.columns, ttl_s=PAYLOAD_TTL_S, wait_s=5.0
+            job.partition_id, job.tenant_id, judged.columns, ttl_s=SAMPLES_TTL_S, wait_s=5.0
         )
         _go_on(services, job)
     except LeaseLostError as error:
@@ -187,12 +186,7 @@ def _compute(services: Services, job: TrainingJob) -> None:
 
 def _go_on(services: Services, job: TrainingJob) -> None:
     if services.ledger.mark(job, JobState.READY):
-        dispatch.train(
-            job_id=job.job_id,
-            tenant=job.tenant_id,
-            partition_id=job.partition_id,
-            base_model=job.base_model,
-        )
+        dispatch.train(job)
 
 
 def episodes_of(

@@ -13,6 +13,7 @@ from celery.schedules import crontab
 
 from vla_platform.broker import evaluation_queue, queue, rollout_queue
 from vla_platform.control.states import Stage
+from vla_platform.control.training_job import TrainingJob
 from vla_platform.specs.cron import hint_minutes
 
 
@@ -40,14 +41,14 @@ def stage(stage: Stage, base_model: str) -> None:
         current_app.send_task("training.actor_forward", kwargs={"base_model": base_model})
 
 
-def train(*, job_id: str, tenant: str, partition_id: str, base_model: str) -> None:
+def train(job: TrainingJob) -> None:
     current_app.send_task(
         "training.train_job",
         kwargs={
-            "job_id": job_id,
-            "tenant_id": tenant,
-            "partition_id": partition_id,
-            "base_model": base_model,
+            "job_id": job.job_id,
+            "tenant_id": job.tenant_id,
+            "partition_id": job.partition_id,
+            "base_model": job.base_model,
         },
     )
 

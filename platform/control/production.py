@@ -17,7 +17,7 @@ from vla_platform.control.plan import Domain, Plan
 from vla_platform.control.prepared import Prepared, load_prepared, prepared_key
 from vla_platform.control.services import Services
 from vla_platform.control.states import JobState, WorkloadState, is_terminal
-from vla_platform.control.training_job import TrainingJob
+from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
 from vla_platform.control.workloads import load_sft_spec, load_spec
 from vla_platform.datasets import Batch, Demonstrations, LeRobotDataset
 from vla_platform.datasets.demonstrations import DEFAULT_CACHE_BYTES
@@ -29,7 +29,6 @@ from vla_platform.specs import RLSpec, SFTSpec, canonical_json
 from vla_storage.errors import CodedError, ObjectExistsError
 
 MOST_SOURCES = 16
-PAYLOAD_TTL_S = 3600.0
 ENDED = frozenset(str(state) for state in WorkloadState if is_terminal(state))
 
 
@@ -269,7 +268,7 @@ def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
         job.partition_id,
         job.tenant_id,
         batch.columns,
-        ttl_s=PAYLOAD_TTL_S,
+        ttl_s=SAMPLES_TTL_S,
         wait_s=services.settings.lease_s / 2,
     )
     reach(Failpoint.PAYLOAD_WRITTEN)
@@ -278,9 +277,4 @@ def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
     )
     reach(Failpoint.META_PUBLISHED)
     if hint_is_due:
-        dispatch.train(
-            job_id=job.job_id,
-            tenant=job.tenant_id,
-            partition_id=job.partition_id,
-            base_model=job.base_model,
-        )
+        dispatch.train(job)

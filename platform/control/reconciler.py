@@ -43,12 +43,7 @@ def reconcile(services: Services) -> Due:
     for base_model in due.train:
         job = services.ledger.first_ready(base_model)
         if job is not None:
-            dispatch.train(
-                job_id=job.job_id,
-                tenant=job.tenant_id,
-                partition_id=job.partition_id,
-                base_model=base_model,
-            )
+            dispatch.train(job)
     record_outcomes(services)
     clear_partitions(services)
     keep_payloads(services)

@@ -10,6 +10,9 @@ from typing import Any
 
 from vla_platform.control.states import Stage
 
+SAMPLES_TTL_S = 3600.0
+"""How long samples stay that nobody clears: longer than any job waits, for its end clears them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:

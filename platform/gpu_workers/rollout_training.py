@@ -8,7 +8,7 @@ from typing import Any
 
 from vla_platform.control.services import Services
 from vla_platform.control.states import DropReason
-from vla_platform.control.training_job import TrainingJob
+from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
 from vla_platform.errors import BackboneChangedError, LeaseLostError, PlatformError
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.rollout_samples import (
@@ -21,7 +21,6 @@ from vla_platform.gpu_workers.slots import Slot
 from vla_platform.gpu_workers.training import PolicyResult, TrainingModelService
 from vla_storage.errors import CodedError, PayloadError
 
-PAYLOAD_TTL_S = 3600.0
 MISFITS = (RuntimeError, ValueError, TypeError, KeyError, IndexError)
 """What arrays of the wrong shape or kind raise, somewhere in torch or numpy."""
 _log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class RolloutTraining:
         except MISFITS as error:
             raise misfit(job, error) from error
         self._services.payloads.put(
-            job.partition_id, job.tenant_id, found, ttl_s=PAYLOAD_TTL_S, wait_s=5.0
+            job.partition_id, job.tenant_id, found, ttl_s=SAMPLES_TTL_S, wait_s=5.0
         )
 
     def _fetch(self, job: TrainingJob, columns: tuple[str, ...]) -> dict[str, Any]:

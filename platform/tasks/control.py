@@ -13,11 +13,6 @@ def reconcile() -> None:
     reconciler.reconcile(services())
 
 
-@shared_task(name="control.restore_tenants", ignore_result=True)
-def restore_tenants() -> list[str]:
-    return reconciler.restore_tenants(services())
-
-
 @shared_task(name="control.look_at_schedule", ignore_result=True)
 def look_at_schedule(tenant: str, name: str) -> list[str]:
     return schedules.look_at(services(), tenant, name)

@@ -319,8 +319,9 @@ def test_a_silent_rollout_holds_no_place(ledger: Ledger):
 def test_a_tenants_own_samples_take_no_rollout_place(ledger: Ledger):
     start(ledger, "mine", harness="")
     start(ledger, "r", tenant="b")
-    taken(reserve(ledger, "mine", rollouts=1))
-    taken(reserve(ledger, "r", rollouts=1))
+    mine = taken(reserve(ledger, "mine", rollouts=1))
+    other = taken(reserve(ledger, "r", rollouts=1))
+    assert ledger.client.smembers("vla:rollouts") == {other.job_id} != {mine.job_id}
 
 
 def test_a_paused_run_begins_nothing_and_ends_what_it_began(ledger: Ledger):
