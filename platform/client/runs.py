@@ -14,7 +14,7 @@ import numpy as np
 
 from vla_platform.client.connection import Connection, answers
 from vla_platform.client.wire_errors import to_error
-from vla_platform.control.states import WorkloadState, is_terminal
+from vla_platform.control.states import PASSING_WAITS, WorkloadState, is_terminal
 from vla_platform.errors import (
     NotFoundError,
     PlatformError,
@@ -26,8 +26,6 @@ from vla_platform.errors import (
 )
 from vla_storage.payloads.columns import ColumnData
 
-WORTH_WAITING = ("in-flight limit", "staleness bound", "fair share", "pending")
-"""Reasons for taking no batch that pass by themselves."""
 OUTAGE_S = 120.0
 """Whoever waits for a run rides out a platform that does not answer for so long."""
 
@@ -192,7 +190,10 @@ class Run:
                 job = call("ingress.reserve_batch", timeout_s=timeout_s)
                 break
             except QuotaError as error:
-                if error.details.get("waits_for") not in WORTH_WAITING or time.monotonic() > end:
+                if (
+                    error.details.get("waits_for") not in {*PASSING_WAITS, WorkloadState.PENDING}
+                    or time.monotonic() > end
+                ):
                     raise
                 time.sleep(0.05)
         payloads = self._connection.payloads

@@ -17,7 +17,7 @@ from typing import Any
 
 import redis
 
-from vla_platform.control.states import JobState, Stage, tables
+from vla_platform.control.states import JobState, Stage, WaitReason, tables
 from vla_platform.control.training_job import Due, Progress, ReserveLimits, TrainingJob
 from vla_platform.errors import (
     ConflictError,
@@ -57,13 +57,17 @@ def library_source(*, test_clock: bool = False) -> str:
     folder = resources.files("vla_platform.control").joinpath("lua")
     source = "\n".join(folder.joinpath(f"{name}.lua").read_text() for name in _FILES)
     clock = f"tonumber(redis.call('GET', '{TEST_CLOCK_KEY}') or 0)" if test_clock else "0"
-    source = source.replace("@TABLES@", _lua(tables())).replace("@CLOCK@", clock)
+    waits: dict[str, Any] = {reason.name: str(reason) for reason in WaitReason}
+    for marker, text in (("TABLES", _lua(tables())), ("WAITS", _lua(waits)), ("CLOCK", clock)):
+        source = source.replace(f"@{marker}@", text)
     register = (f"redis.register_function('vla_{name}', {name})" for name in _OPERATIONS)
     return "\n".join(["#!lua name=vla", source, *register])
 
 
-def _lua(value: dict[str, Any] | list[str]) -> str:
+def _lua(value: dict[str, Any] | list[str] | str) -> str:
     """A Lua table constructor: the JSON library is not there yet when functions are loaded."""
+    if isinstance(value, str):
+        return json.dumps(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"[{json.dumps(k)}] = {_lua(v)}" for k, v in value.items()) + "}"
     return "{" + ", ".join(json.dumps(item) for item in value) + "}"
@@ -91,6 +95,11 @@ class Ledger:
 
     def close(self) -> None:
         self._redis.close()
+
+    def server_id(self) -> str:
+        """Changes with every start of the server."""
+        with _answers():
+            return str(self._redis.info("server")["run_id"])
 
     def load(self) -> None:
         """Put the function library on the server, replacing an older one."""

@@ -16,7 +16,7 @@ from vla_platform.control.leases import announced, kept_alive
 from vla_platform.control.plan import Domain, Plan
 from vla_platform.control.prepared import Prepared, load_prepared, prepared_key
 from vla_platform.control.services import Services
-from vla_platform.control.states import JobState, WorkloadState, is_terminal
+from vla_platform.control.states import PASSING_WAITS, JobState, WorkloadState, is_terminal
 from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
 from vla_platform.control.workloads import load_sft_spec, load_spec
 from vla_platform.datasets import Batch, Demonstrations, LeRobotDataset
@@ -240,7 +240,7 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
                 with kept_alive(services.ledger, job, lease_s=lease_s, producing=True):
                     _produce_one(services, sources.get(tenant, run), job)
                 produced += 1
-            elif job in ("in-flight limit", "fair share"):
+            elif job in PASSING_WAITS:
                 services.ledger.wait_for_room(run, timeout_s=0.5)
             else:
                 if job in ENDED:

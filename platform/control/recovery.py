@@ -26,6 +26,7 @@ from vla_storage.errors import CodedError
 from vla_storage.objects import ObjectStore
 
 _log = logging.getLogger(__name__)
+BEGUN_KEY = "vla:recovery"
 GENERATION_KEY = "vla:generation"
 """The `run_id` of the Redis server whose ledger was last compared with the object store."""
 
@@ -54,11 +55,14 @@ class Recovered:
 
 def recover_if_lost(stores: Stores) -> Recovered | None:
     """`recover`, where the Redis server has been restarted or emptied since the last time."""
-    run_id = stores.ledger.client.info("server")["run_id"]
+    run_id = stores.ledger.server_id()
     if stores.ledger.client.get(GENERATION_KEY) == run_id:
         return None
+    stores.ledger.client.set(BEGUN_KEY, 1)
     found = recover(stores)
-    stores.ledger.client.set(GENERATION_KEY, run_id)
+    # A server that was emptied meanwhile has lost this mark, and is compared again.
+    if stores.ledger.client.get(BEGUN_KEY) is not None:
+        stores.ledger.client.set(GENERATION_KEY, run_id)
     counts = " ".join(f"{name}={len(runs)}" for name, runs in asdict(found).items())
     _log.warning("action=ledger_recovered %s", counts)
     return found

@@ -12,7 +12,7 @@ from vla_platform.control import dispatch
 from vla_platform.control.leases import kept_alive
 from vla_platform.control.prepared import load_prepared
 from vla_platform.control.services import Services
-from vla_platform.control.states import JobState, Lifecycle, Stage
+from vla_platform.control.states import PASSING_WAITS, JobState, Lifecycle, Stage
 from vla_platform.control.training_job import TrainingJob
 from vla_platform.control.workloads import load_rl_spec
 from vla_platform.envs.rollout import RolloutConfig, RolloutReport
@@ -73,7 +73,7 @@ def produce(services: Services, tenant: str, run: str, play: Play) -> int:
             if isinstance(job, TrainingJob):
                 _roll_out(services, job, play)
                 produced += 1
-            elif job in WORTH_WAITING:
+            elif job in PASSING_WAITS:
                 ledger.wait_for_room(run, timeout_s=0.5)
             else:
                 return produced
@@ -87,17 +87,6 @@ def produce(services: Services, tenant: str, run: str, play: Play) -> int:
     finally:
         ledger.producing(run, for_s=0)
     return produced
-
-
-WORTH_WAITING = frozenset(
-    {
-        "in-flight limit",
-        "staleness bound",
-        "fair share",
-        "the tenant's rollout limit",
-        "the global rollout limit",
-    }
-)
 
 
 def _roll_out(services: Services, job: TrainingJob, play: Play) -> None:

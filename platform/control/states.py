@@ -62,6 +62,25 @@ class DropReason(StrEnum):
     """The payload store has lost them; another rollout takes their place."""
 
 
+class WaitReason(StrEnum):
+    """Why a running workload may not begin a training job now."""
+
+    ALL_RESERVED = "all reserved"
+    """Everything it asked for is on its way."""
+    IN_FLIGHT = "in-flight limit"
+    """`limits.max_in_flight`; for RL, steps that are not yet published count, too."""
+    STALENESS = "staleness bound"
+    """What it sampled now would be too old when it is trained."""
+    TENANT_ROLLOUTS = "the tenant's rollout limit"
+    ROLLOUTS = "the global rollout limit"
+    FAIR_SHARE = "fair share"
+    """Its tenant is ahead of its share while others have work for the device."""
+
+
+PASSING_WAITS = frozenset(WaitReason) - {WaitReason.ALL_RESERVED}
+"""Those that pass by themselves: whoever produces waits, and asks again."""
+
+
 class Lifecycle(StrEnum):
     """The path of a training job from reservation to its end."""
 

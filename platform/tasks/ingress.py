@@ -10,7 +10,7 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform.broker import INGRESS_PREFIX, tenant_of
-from vla_platform.control import environments, explanation, schedules, workloads
+from vla_platform.control import environments, explanation, recovery, schedules, workloads
 from vla_platform.control.services import services
 from vla_storage.errors import CodedError
 
@@ -19,7 +19,12 @@ REPLY_TTL_S = 600
 
 @shared_task(name="ingress.submit", bind=True, ignore_result=True)
 def submit(self: Task, request_id: str, spec: str, key: str) -> None:
-    _answer(self, request_id, lambda tenant: workloads.submit(services(), tenant, spec, key))
+    def submitted(tenant: str) -> str:
+        # A policy that the ledger has forgotten must not begin at version 0 again.
+        recovery.recover_if_lost(services())
+        return workloads.submit(services(), tenant, spec, key)
+
+    _answer(self, request_id, submitted)
 
 
 @shared_task(name="ingress.cancel", bind=True, ignore_result=True)

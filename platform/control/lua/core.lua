@@ -34,6 +34,7 @@
 --   vla:ended                    list   workloads whose outcome is due in the object store
 
 local TABLES = @TABLES@
+local WAITS = @WAITS@
 local RETENTION_S = 24 * 3600
 local LOG_RETENTION_S = 7 * 24 * 3600
 local PRIORITY_STEP = 1e12

@@ -20,32 +20,32 @@ local function must_wait(id, w, limits)
   if w.target == 'steps' then
     -- Rollouts use what is published; a step that is not counts like a job in flight.
     undurable = tonumber(w.step) - tonumber(w.durable_step)
-    if tonumber(w.step) + jobs >= tonumber(w.total_steps) then return 'all reserved' end
+    if tonumber(w.step) + jobs >= tonumber(w.total_steps) then return WAITS.ALL_RESERVED end
   elseif tonumber(w.next_position) >= tonumber(w.total_positions) then
-    return 'all reserved'
+    return WAITS.ALL_RESERVED
   end
-  if jobs + undurable >= tonumber(w.max_in_flight) then return 'in-flight limit' end
+  if jobs + undurable >= tonumber(w.max_in_flight) then return WAITS.IN_FLIGHT end
   if w.kind == 'rl' and w.harness ~= '' then
     forget_silent_rollouts(limits.rollouts)
   end
   if w.kind == 'rl' then
     -- So many versions older will its samples be when they are trained.
-    if jobs + undurable > tonumber(w.max_policy_staleness) then return 'staleness bound' end
+    if jobs + undurable > tonumber(w.max_policy_staleness) then return WAITS.STALENESS end
     if w.harness == '' then return nil end -- the tenant's own environments
     if redis.call('SCARD', 'vla:tenant:' .. w.tenant .. ':rollouts') >= limits.tenant_rollouts then
-      return "the tenant's rollout limit"
+      return WAITS.TENANT_ROLLOUTS
     end
-    if redis.call('SCARD', 'vla:rollouts') >= limits.rollouts then return 'the global rollout limit' end
+    if redis.call('SCARD', 'vla:rollouts') >= limits.rollouts then return WAITS.ROLLOUTS end
   end
   local least = redis.call('ZRANGE', 'vla:charged', 0, 0, 'WITHSCORES')
   if least[1] == w.tenant then return nil end
   local mine = redis.call('ZSCORE', 'vla:charged', w.tenant) or 0
   if tonumber(mine) - tonumber(least[2] or 0) <= limits.share_window_s then return nil end
   -- Ahead of its share; it waits only while there is other work for the device.
-  if redis.call('ZCARD', 'vla:ready:' .. w.base_model) > 0 then return 'fair share' end
+  if redis.call('ZCARD', 'vla:ready:' .. w.base_model) > 0 then return WAITS.FAIR_SHARE end
   for _, worker in ipairs(redis.call('ZRANGE', 'vla:workers', 0, -1)) do
     if redis.call('ZCARD', 'vla:ready:' .. w.base_model .. ':' .. worker) > 0 then
-      return 'fair share'
+      return WAITS.FAIR_SHARE
     end
   end
   return nil
