@@ -35,6 +35,7 @@ from vla_platform.stack.roles import ROLES, environment_roles
 
 TENANTS = ("ppo-one", "ppo-two", "grpo", "sft")
 NUM_ENVS, HORIZON = 8, 6
+SIMULATOR = {"max_steps": 24, "reward": "dense"}
 
 
 @dataclass
@@ -111,17 +112,15 @@ class Bench:
             "kind": "rl",
             "policy": policy,
             "init_from": self.checkpoints[name],
-            "environment": {"id": "tabletop/reach", "options": {"max_steps": 24}},
+            "environment": {"id": "tabletop/reach", "options": SIMULATOR},
             "rollout": {
                 "num_envs": NUM_ENVS, "horizon": HORIZON,
                 "group_size": 4 if grpo else 1, "whole_episodes": grpo,
             },
-            "algorithm": {"kind": "grpo", "epochs": 2, "minibatches": 4, "keep_zero_groups": True}
+            "algorithm": {"kind": "grpo", "epochs": 2, "minibatches": 4}
             if grpo
             else {"kind": "ppo", "epochs": 2, "minibatches": 4},
-            "score_hooks": [{"name": "length_penalty@1"}] if grpo else [],
             "updates": self.updates,
-            "max_dropped": 1000,
             "encode_once": encode_once,
         }  # fmt: skip
 

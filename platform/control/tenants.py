@@ -79,6 +79,7 @@ def add_tenant(
         raise TenantError(f"tenant {name[:80]!r}: {error}", tenant=name[:80]) from error
     if name in RESERVED:
         raise TenantError(f"{name!r} is a name of the platform's own", tenant=name)
+    _check_free(name, client, *payload_clients, objects=objects)
     password = secrets.token_urlsafe(24)
     tenant = Tenant(
         tenant_id=name,
@@ -140,6 +141,22 @@ def _url(
         query["payload"] = ",".join(_without_user(url) for url in payload_url.split(","))
     scheme = "vlas" if parts.scheme == "rediss" else "vla"
     return urlunsplit((scheme, host, parts.path or "/0", urlencode(query), ""))
+
+
+def _check_free(name: str, *clients: Any, objects: ObjectStore) -> None:
+    """A server's own users, such as those of workers, are no tenants: their rights are not ours to
+    replace."""
+    for client in clients:
+        users = {_text(user) for user in client.execute_command("ACL", "USERS")}
+        if name in users and name not in {tenant.tenant_id for tenant in list_tenants(objects)}:
+            raise TenantError(
+                f"{name!r} is a user of the Redis server already, and no tenant; choose another",
+                tenant=name,
+            )
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def remove_tenant(

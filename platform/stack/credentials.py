@@ -11,14 +11,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ADMIN = "admin"
-# Roles that manage the broker's users.
-_ADMINISTRATORS = (ADMIN, "control")
 _ROLE_RULES = "~* &* +@all -@admin -@dangerous +info +config|get +sort_ro"
+
+
+def user_of(role: str) -> str:
+    """The Redis user of a role: no tenant can have this name, for tenants' names have no dot."""
+    return f"role.{role}"
+
+
+# Roles that manage the broker's users.
+_ADMINISTRATORS = (user_of(ADMIN), user_of("control"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    redis: dict[str, str]  # user to password, for both servers
+    redis: dict[str, str]  # user (`user_of` a role) to password, for both servers
     s3_access_key: str
     s3_secret_key: str
     flower_user: str
@@ -57,8 +64,8 @@ def load_or_create(var: Path, roles: Iterable[str]) -> Credentials:
             flower_password=secrets.token_urlsafe(18),
             supervisor_password=secrets.token_urlsafe(24),
         )
-    for user in (ADMIN, *roles):
-        found.redis.setdefault(user, secrets.token_urlsafe(24))
+    for role in (ADMIN, *roles):
+        found.redis.setdefault(user_of(role), secrets.token_urlsafe(24))
     write_private(path, json.dumps(asdict(found), indent=2))
     return found
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from vla_platform.errors import ConfigurationError
-from vla_platform.stack.credentials import ADMIN, Credentials, write_private
+from vla_platform.stack.credentials import ADMIN, Credentials, user_of, write_private
 from vla_platform.stack.ports import LOOPBACK
 from vla_platform.stack.roles import SERVERS
 from vla_platform.stack.servers import S3Address
@@ -98,10 +98,11 @@ def plan(
 
     Raises `ConfigurationError` where an external service is named in part.
     """
-    password = credentials.redis[ADMIN]
+    user = user_of(ADMIN)
+    password = credentials.redis[user]
 
     def embedded(name: str) -> str:
-        return f"redis://{ADMIN}:{password}@{LOOPBACK}:{ports[name]}/0"
+        return f"redis://{user}:{password}@{LOOPBACK}:{ports[name]}/0"
 
     endpoint = environment.get("VLA_S3_ENDPOINT")
     if endpoint and not (

@@ -15,6 +15,7 @@ from vla_platform.stack.credentials import (
     Credentials,
     load_or_create,
     signing_key_file,
+    user_of,
     write_acl,
     write_private,
 )
@@ -115,7 +116,7 @@ def _worker_program(info: StackInfo, role: Role, credentials: Credentials) -> Pr
     ):
         if name not in info.external:
             variables[variable] = as_user(
-                variables[variable], role.name, credentials.redis[role.name]
+                variables[variable], user_of(role.name), credentials.redis[user_of(role.name)]
             )
     if role.port:
         variables["VLA_PORT"] = str(info.ports[role.name])

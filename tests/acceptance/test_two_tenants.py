@@ -232,6 +232,16 @@ def test_an_outage_of_a_server_fails_nobodys_run_f23_f59(stack, undisturbed, ser
     assert list(admin.ledger.steps(run.id)) == list(range(1, 81))
 
 
+@pytest.mark.parametrize("name", ["sft", "gpu", "control", "beat"])
+def test_a_tenant_named_like_a_worker_takes_nothing_from_it(stack, undisturbed, name: str):
+    """The broker's users of the platform's own processes are out of every tenant's reach."""
+    _, admin, _ = stack
+    with Platform(admin.add(name)) as platform:
+        run = platform.submit(spec("named", "reach", steps=3, checkpoint={}))
+        assert run.result(TIMEOUT_S).step == 3
+    admin.remove(name)
+
+
 def test_a_paused_run_goes_on_where_it_was(stack, undisturbed):
     _, _, platforms = stack
     run = platforms["a"].submit(spec("paused", "reach", seed=8, steps=60))

@@ -23,6 +23,7 @@ from vla_platform.control.ledger import Ledger
 from vla_platform.control.payload_access import apply_payload_access
 from vla_platform.control.tenant_records import Tenant
 from vla_platform.control.tenants import add_tenant, apply_acl, remove_tenant, rotate_tenant
+from vla_platform.errors import TenantError
 from vla_platform.stack.servers import S3Address
 from vla_storage.objects import S3Admin, S3ObjectStore
 
@@ -358,3 +359,33 @@ def _until_refused(action: Callable[[], Any], *, timeout_s: float = 5.0) -> None
             return
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_a_servers_own_user_does_not_become_a_tenant(
+    control_redis_url: str, payload_redis_url: str, s3: S3Address
+) -> None:
+    """A worker's user, on whichever server: its password and rights stay what they were."""
+    with (
+        redis.Redis.from_url(control_redis_url, decode_responses=True) as client,
+        redis.Redis.from_url(payload_redis_url) as payload,
+        S3ObjectStore(
+            s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
+        ) as objects,
+        contextlib.closing(
+            S3Admin(
+                s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
+            )
+        ) as iam,
+    ):
+        payload.execute_command("ACL", "SETUSER", "worker", "on", ">secret", "~*", "+@all")
+        before = payload.execute_command("ACL", "GETUSER", "worker")
+        try:
+            with pytest.raises(TenantError, match="user of the Redis server already"):
+                add_tenant(
+                    "worker", client=client, objects=objects, iam=iam, payload_clients=(payload,),
+                    redis_url=control_redis_url, s3_endpoint=s3.endpoint, bucket=s3.bucket,
+                )  # fmt: skip
+            assert payload.execute_command("ACL", "GETUSER", "worker") == before
+            assert list(objects.list("platform/tenants/")) == []
+        finally:
+            payload.execute_command("ACL", "DELUSER", "worker")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vla_platform.stack import ports
-from vla_platform.stack.credentials import load_or_create, signing_key_file, write_acl
+from vla_platform.stack.credentials import load_or_create, signing_key_file, user_of, write_acl
 from vla_platform.stack.layout import as_user
 from vla_platform.stack.roles import ROLES
 from vla_platform.stack.servers import guarded
@@ -41,7 +41,7 @@ def test_secrets_are_made_once_and_grow_with_the_roles(tmp_path: Path) -> None:
     second = load_or_create(tmp_path, ["gpu", "beat"])
 
     assert first.redis.items() <= second.redis.items()
-    assert {"admin", "gpu", "beat"} == set(second.redis)
+    assert {user_of(name) for name in ("admin", "gpu", "beat")} == set(second.redis)
     assert first.s3_secret_key == second.s3_secret_key
     assert signing_key_file(tmp_path).read_text() == signing_key_file(tmp_path).read_text()
     assert (tmp_path / "credentials.json").stat().st_mode & 0o777 == 0o600
@@ -50,12 +50,12 @@ def test_secrets_are_made_once_and_grow_with_the_roles(tmp_path: Path) -> None:
 def test_the_acl_keeps_users_of_others_and_no_password(tmp_path: Path) -> None:
     path = tmp_path / "users.acl"
     path.write_text("user default on nopass ~* +@all\nuser tenant on #00 ~t:* +get\n\n")
-    write_acl(path, {"admin": "secret", "gpu": "other"})
+    write_acl(path, {user_of("admin"): "secret", user_of("gpu"): "other"})
     lines = path.read_text().splitlines()
 
     assert "user default off" in lines
     assert "user tenant on #00 ~t:* +get" in lines
-    assert [line.split()[1] for line in lines] == ["default", "admin", "gpu", "tenant"]
+    assert [line.split()[1] for line in lines] == ["default", "role.admin", "role.gpu", "tenant"]
     assert "secret" not in path.read_text()
 
 
