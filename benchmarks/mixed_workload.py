@@ -94,14 +94,15 @@ class Bench:
     def _read(self, found: Pass, after: str, runs: set[str]) -> None:
         for _, fields in self.admin.ledger.client.xrange(PLATFORM_STREAM, min=f"({after}"):
             event = json.loads(fields["event"])
+            values = event["values"]
             if event["kind"] == "inference":
-                found.inference_s += event["backbone_s"]
-                found.backbone_rows += event["samples"]
-            elif event.get("workload") in runs and event["kind"] in ("step", "update"):
-                found.training_s += event["cost_s"]
+                found.inference_s += values["backbone_s"]
+                found.backbone_rows += values["samples"]
+            elif event["workload"] in runs and event["kind"] in ("step", "update"):
+                found.training_s += values["cost_s"]
                 if event["kind"] == "update":
-                    found.rl_samples += event["num_rows"]
-                    found.backbone_rows += event["num_rows"] if event["backbone_forwards"] else 0
+                    found.rl_samples += values["num_rows"]
+                    found.backbone_rows += values["num_rows"] if values["backbone_forwards"] else 0
 
     def _spec(self, name: str, *, encode_once: bool) -> dict[str, Any]:
         policy = f"p{self.number}"
