@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from vla_platform.specs.base import Float, Int, Spec
+from vla_platform.specs.base import Float, Int, Name, Spec, Text
 
 LogStd = Annotated[
     Float,
@@ -109,3 +109,23 @@ class CheckpointSpec(Spec):
 class LimitsSpec(Spec):
     max_in_flight: Int = Field(8, ge=1, le=64, description="training jobs of this policy at once")
     max_seconds: Float | None = Field(None, gt=0.0, description="fail the run after this long")
+
+
+class Workload(Spec):
+    """What every workload says of itself, whatever it does."""
+
+    policy: Name = Field(description="the tenant's name for what is trained; `tenant/policy`")
+    seed: Int = Field(0, ge=0, lt=2**32)
+    priority: Int = Field(0, ge=0, le=9, description="higher is sooner")
+    display_name: str | None = Field(None, max_length=256)
+    description: Text | None = None
+    user_metadata: dict[
+        Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
+    ] = Field(default_factory=dict, max_length=32)
+    idempotency_key: str | None = Field(
+        None,
+        min_length=1,
+        max_length=128,
+        pattern=r"^[A-Za-z0-9_.:\-]+$",
+        description="the same key with the same spec returns the same run",
+    )

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from vla_platform.specs.base import Float, Int, Name, Spec, Text
-from vla_platform.specs.policy import AdamWSpec, CheckpointSpec, LimitsSpec
+from vla_platform.specs.base import Float, Int, Spec
+from vla_platform.specs.policy import AdamWSpec, CheckpointSpec, LimitsSpec, Workload
 
 Share = Annotated[Float, Field(ge=0.0, le=1.0)]
 Level = Literal["chunk", "step"]
@@ -118,12 +118,11 @@ class ReinforceSpec(Spec):
 AlgorithmSpec = Annotated[PPOSpec | GRPOSpec | ReinforceSpec, Field(discriminator="kind")]
 
 
-class RLSpec(Spec):
+class RLSpec(Workload):
     """Reinforcement learning of one policy, from a fine-tuned checkpoint."""
 
     kind: Literal["rl"] = "rl"
     version: Literal[1] = 1
-    policy: Name = Field(description="the tenant's name for what is trained; `tenant/policy`")
     base_model: str = Field("tiny", min_length=1, max_length=256)
     init_from: str = Field(
         min_length=1,
@@ -151,21 +150,7 @@ class RLSpec(Spec):
         True, description="train on the features that the rollout's predictions computed"
     )
     checkpoint: CheckpointSpec = CheckpointSpec(every_steps=1)
-    seed: Int = Field(0, ge=0, lt=2**32)
-    priority: Int = Field(0, ge=0, le=9, description="higher is sooner")
     limits: LimitsSpec = LimitsSpec(max_in_flight=2)
-    display_name: str | None = Field(None, max_length=256)
-    description: Text | None = None
-    user_metadata: dict[
-        Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
-    ] = Field(default_factory=dict, max_length=32)
-    idempotency_key: str | None = Field(
-        None,
-        min_length=1,
-        max_length=128,
-        pattern=r"^[A-Za-z0-9_.:\-]+$",
-        description="the same key with the same spec returns the same run",
-    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> RLSpec:

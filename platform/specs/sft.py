@@ -6,13 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from vla_platform.specs.base import Int, Key, Name, Spec, Text
+from vla_platform.specs.base import Int, Key, Spec
 from vla_platform.specs.policy import (
     ActionModuleSpec,
     AdamWSpec,
     CheckpointSpec,
     LimitsSpec,
     OFTModule,
+    Workload,
 )
 
 
@@ -54,12 +55,11 @@ class DatasetSpec(Spec):
         return self
 
 
-class SFTSpec(Spec):
+class SFTSpec(Workload):
     """Supervised fine-tuning of one policy on demonstrations."""
 
     kind: Literal["sft"] = "sft"
     version: Literal[1] = 1
-    policy: Name = Field(description="the tenant's name for what is trained; `tenant/policy`")
     base_model: str = Field(
         "tiny", min_length=1, max_length=256, description="a base model that the platform serves"
     )
@@ -82,21 +82,7 @@ class SFTSpec(Spec):
     init_from: str | None = Field(
         None, max_length=256, description="id of a checkpoint of the tenant to start from"
     )
-    seed: Int = Field(0, ge=0, lt=2**32)
-    priority: Int = Field(0, ge=0, le=9, description="higher is sooner")
     limits: LimitsSpec = LimitsSpec()
-    display_name: str | None = Field(None, max_length=256)
-    description: Text | None = None
-    user_metadata: dict[
-        Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
-    ] = Field(default_factory=dict, max_length=32)
-    idempotency_key: str | None = Field(
-        None,
-        min_length=1,
-        max_length=128,
-        pattern=r"^[A-Za-z0-9_.:\-]+$",
-        description="the same key with the same spec returns the same run",
-    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> SFTSpec:

@@ -9,7 +9,7 @@ from celery import shared_task
 
 from vla_platform.control import rollouts
 from vla_platform.control.services import services
-from vla_platform.envs.rollout import RolloutConfig, RolloutReport, rollout
+from vla_platform.envs.rollout import Emit, RolloutConfig, RolloutReport, rollout
 from vla_platform.metrics.events import Event
 
 
@@ -26,21 +26,6 @@ def play(asked: rollouts.Rollout, on_progress: Callable[[int, int], None]) -> Ro
 
     found, job = services(), asked.job
 
-    def emit(kind: str, values: dict[str, Any]) -> None:
-        found.emitter.emit(
-            Event(
-                tenant=job.tenant_id,
-                workload=job.workload,
-                kind=kind,
-                values={"position": job.position, **values},
-            )
-        )
-
-    def keep_video(name: str, film: bytes) -> str:
-        key = f"{job.tenant_id}/workloads/{job.workload}/videos/{name}"
-        found.objects.put(key, film)
-        return key
-
     policy = InferencePolicy(
         proxy(),
         payloads=found.payloads,
@@ -56,10 +41,31 @@ def play(asked: rollouts.Rollout, on_progress: Callable[[int, int], None]) -> Ro
         host=host(),
         policy=policy,
         payloads=found.payloads,
-        keep_video=keep_video,
-        emit=emit,
+        keep_video=keeper_of(job.tenant_id, job.workload),
+        emit=emitter_of(job.tenant_id, job.workload, position=job.position),
         on_progress=on_progress,
     )
+
+
+def emitter_of(tenant: str, workload: str, **more: Any) -> Emit:
+    """Emits a rollout's events as its workload's, with `more` values."""
+
+    def emit(kind: str, values: dict[str, Any]) -> None:
+        event = Event(tenant=tenant, workload=workload, kind=kind, values={**more, **values})
+        services().emitter.emit(event)
+
+    return emit
+
+
+def keeper_of(tenant: str, workload: str) -> Callable[[str, bytes], str]:
+    """Stores a film beside its workload's spec; returns its key."""
+
+    def keep(name: str, film: bytes) -> str:
+        key = f"{tenant}/workloads/{workload}/videos/{name}"
+        services().objects.put(key, film)
+        return key
+
+    return keep
 
 
 @shared_task(name="rollout.rollout", ignore_result=False)
@@ -77,15 +83,6 @@ def run(
 
     asked = RolloutConfig.from_dict(config)
     found = services()
-
-    def emit(kind: str, values: dict[str, Any]) -> None:
-        found.emitter.emit(Event(tenant=asked.tenant, workload=workload, kind=kind, values=values))
-
-    def keep_video(name: str, film: bytes) -> str:
-        key = f"{asked.tenant}/workloads/{workload}/videos/{name}"
-        found.objects.put(key, film)
-        return key
-
     report = rollout(
         asked,
         job_id,
@@ -95,7 +92,7 @@ def run(
         host=host(),
         policy=policy_for(policy, asked.tenant),
         payloads=found.payloads,
-        keep_video=keep_video,
-        emit=emit,
+        keep_video=keeper_of(asked.tenant, workload),
+        emit=emitter_of(asked.tenant, workload),
     )
     return report.to_dict()
