@@ -37,6 +37,7 @@ from vla_platform.gpu_workers.items import (
     Observer,
     OpenDelivery,
     Refused,
+    ToSend,
     answer_to,
     deadline_passed,
     joined,
@@ -95,9 +96,7 @@ class InferenceConsumer:
         self._open: dict[Any, OpenDelivery] = {}
         self._items: dict[tuple[str, str], Item] = {}
         self._loading: dict[str, int] = defaultdict(int)  # requests that wait for a module
-        self._replies: queue.SimpleQueue[
-            tuple[list[Answered] | Refused, BatchReport | None] | None
-        ] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[ToSend | None] = queue.SimpleQueue()
         self._stopping = threading.Event()  # take nothing new
         self._halted = threading.Event()  # give up what cannot be sent
         self._busy_since: float | None = None
@@ -351,6 +350,10 @@ class InferenceConsumer:
             for item, _ in answered:
                 self._batching.answered(item, now)
             self._changed.notify_all()  # there is room for more
+            nobody_waits = not self._batching.num_samples
+        if nobody_waits and answered:
+            self._reply(answered)  # the device has nothing to do that handing over would save
+            answered = []
         self._replies.put((answered, self._report(batch, outcomes, cost)))
 
     def _outcomes(self, parts: Sequence[Part[Item]]) -> tuple[list[Outcome], RunCost]:

@@ -11,6 +11,7 @@ lets only that tenant write, so the stream is the identity; answers on the list
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ class RowShape:
     cameras: tuple[tuple[str, int, int], ...]  # name, height, width; 3 bytes a pixel
     state_dim: int
 
-    @property
+    @functools.cached_property
     def size_bytes(self) -> int:
         return sum(3 * prod(camera[1:]) for camera in self.cameras) + 4 * self.state_dim
 
@@ -121,10 +122,7 @@ class PredictRequest:
         try:
             fields = dict(raw)
             cameras, state_dim = fields["row"]
-            fields["row"] = RowShape(
-                cameras=tuple((_text(n), _count(h), _count(w)) for n, h, w in cameras),
-                state_dim=_count(state_dim),
-            )
+            fields["row"] = _row_shape(tuple(map(tuple, cameras)), state_dim)
             fields["tasks"] = tuple(_text(task) for task in fields["tasks"])
             fields["place"] = tuple(int(number) for number in fields["place"])
             session = fields.get("session")
@@ -309,6 +307,15 @@ def unpack_answers(frame: Bytes) -> list[Answer]:
             )
         )
     return answers
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_shape(cameras: tuple[tuple[Any, ...], ...], state_dim: Any) -> RowShape:
+    """Requests come by the thousand in a few shapes."""
+    return RowShape(
+        cameras=tuple((_text(n), _count(h), _count(w)) for n, h, w in cameras),
+        state_dim=_count(state_dim),
+    )
 
 
 def _text(value: Any) -> str:

@@ -73,7 +73,7 @@ class RedisStreamsChannel(RequestChannel):
         self._looked = self._claimed = float("-inf")
         self._clock_ms = 0.0  # server time minus monotonic time
         self._dead = threading.Event()
-        self._wire = _Wire(client)
+        self._incoming, self._outgoing = _Wire(client), _Wire(client)
         self._settling = threading.Lock()
 
     def receive(self, *, max_entries: int, timeout_s: float) -> list[Delivery]:
@@ -101,8 +101,8 @@ class RedisStreamsChannel(RequestChannel):
             commands += [("XACK", stream, GROUP, *ids), ("XDEL", stream, *ids)]
         if commands:
             with _answers(), self._settling:
-                self._wire.post(commands)
-                self._wire.collect()
+                self._outgoing.post(commands)
+                self._outgoing.collect()
 
     def renew(self, deliveries: Sequence[Delivery]) -> None:
         with _answers(), self._redis.pipeline(transaction=False) as pipe:
@@ -143,7 +143,8 @@ class RedisStreamsChannel(RequestChannel):
                 )
                 if not pending:  # deleting it with entries would lose them
                     self._redis.xgroup_delconsumer(stream, GROUP, self._consumer)
-        self._wire.close()
+        self._incoming.close()
+        self._outgoing.close()
         self._redis.close()
 
     def _look_for_tenants(self) -> None:
@@ -166,14 +167,12 @@ class RedisStreamsChannel(RequestChannel):
                 raise
 
     def _read(self, max_entries: int, timeout_s: float) -> list[Delivery]:
+        block_ms = max(1, int(timeout_s * 1000))
+        asked = ("COUNT", max_entries, "BLOCK", block_ms, "STREAMS", *self._streams)
+        after = (">",) * len(self._streams)
+        self._incoming.post([("XREADGROUP", "GROUP", GROUP, self._consumer, *asked, *after)])
         try:
-            found = self._redis.xreadgroup(
-                GROUP,
-                self._consumer,
-                dict.fromkeys(self._streams, ">"),
-                count=max_entries,
-                block=max(1, int(timeout_s * 1000)),
-            )
+            (found,) = self._incoming.collect()
         except redis.ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
@@ -181,9 +180,10 @@ class RedisStreamsChannel(RequestChannel):
             for stream in self._streams:
                 self._open_group(stream)
             return []
+        by_stream = found.items() if isinstance(found, dict) else found or ()  # RESP3, RESP2
         return [
-            self._delivery(stream.decode(), entry, fields, attempts=1)
-            for stream, entries in found
+            self._delivery(stream.decode(), entry, fields[1], attempts=1)
+            for stream, entries in by_stream
             for entry, fields in entries
         ]
 
@@ -204,16 +204,16 @@ class RedisStreamsChannel(RequestChannel):
             for entry, fields in answer[1]:
                 pending = self._redis.xpending_range(stream, GROUP, entry, entry, 1)
                 attempts = pending[0]["times_delivered"] if pending else 1
-                deliveries.append(self._delivery(stream, entry, fields, attempts=attempts))
+                deliveries.append(self._delivery(stream, entry, fields.get(b"f", b""), attempts=attempts))
         return deliveries
 
     def _delivery(
-        self, stream: str, entry: bytes, fields: dict[bytes, bytes], *, attempts: int
+        self, stream: str, entry: bytes, frame: bytes, *, attempts: int
     ) -> Delivery:
         age_ms = time.monotonic() * 1e3 + self._clock_ms - int(entry.partition(b"-")[0])
         return Delivery(
             tenant=self._streams[stream],
-            frame=fields.get(b"f", b""),
+            frame=frame,
             tag=(stream, entry),
             attempts=attempts,
             age_s=max(0.0, age_ms / 1e3),
@@ -228,7 +228,7 @@ class RedisStreamsSender(RequestSender):
         self._full: set[str] = set()
         self._tenants: dict[str, None] = {}  # in order of first use
         self._first = threading.Event()
-        self._wire = _Wire(client)
+        self._incoming, self._outgoing = _Wire(client), _Wire(client)
         self._sent_to: str | None = None  # whose reply is still to be read
 
     def send(self, tenant: str, base_model: str, frame: bytes) -> None:
@@ -244,15 +244,15 @@ class RedisStreamsSender(RequestSender):
                     base_model=base_model,
                 )
             self.confirm()
-            self._sent_to = stream
-            self._wire.post([("XADD", stream, "*", "f", frame), ("XLEN", stream)])
+            self._outgoing.post([("XADD", stream, "*", "f", frame), ("XLEN", stream)])
+        self._sent_to = stream
 
     def confirm(self) -> None:
         stream, self._sent_to = self._sent_to, None
         if stream is None:
             return
         with _answers():
-            _, waiting = self._wire.collect()
+            _, waiting = self._outgoing.collect()
         # Asking first would cost every request a round trip; so the one after is refused.
         if waiting >= self._max_entries:
             self._full.add(stream)
@@ -264,9 +264,10 @@ class RedisStreamsSender(RequestSender):
             return []
         keys = [replies_of(tenant, self._client) for tenant in list(self._tenants)]
         with _answers():
-            found = self._redis.execute_command(
-                "BLMPOP", timeout_s, len(keys), *keys, "LEFT", "COUNT", MAX_REPLIES
+            self._incoming.post(
+                [("BLMPOP", timeout_s, len(keys), *keys, "LEFT", "COUNT", MAX_REPLIES)]
             )
+            (found,) = self._incoming.collect()
         return list(found[1]) if found else []
 
     def close(self) -> None:
@@ -274,7 +275,8 @@ class RedisStreamsSender(RequestSender):
         with contextlib.suppress(redis.RedisError):
             for tenant in self._tenants:
                 self._redis.delete(replies_of(tenant, self._client))
-        self._wire.close()
+        self._incoming.close()
+        self._outgoing.close()
         self._redis.close()
 
 

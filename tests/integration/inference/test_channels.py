@@ -229,6 +229,22 @@ def test_a_restarted_broker_is_served_again(flaky: FlakyBroker):
     sender.close()
 
 
+def test_a_sender_whose_broker_is_not_there_yet_sends_once_it_is(flaky: FlakyBroker):
+    """What was not sent has no reply to wait for."""
+    flaky.kill()
+    sender = RedisStreamsSender(open_client(flaky.url), CLIENT)
+    with pytest.raises(UnavailableError):
+        sender.send("acme", "tiny", b"lost")
+    sender.confirm()
+    flaky.start()
+    sender.send("acme", "tiny", b"kept")
+    sender.confirm()
+    with redis.Redis.from_url(flaky.url) as admin:
+        kept = [fields[b"f"] for _, fields in admin.xrange(stream_of("tiny", "acme"))]
+    assert kept == [b"kept"]
+    sender.close()
+
+
 def test_ten_disconnects_in_a_row_leave_nobody_deaf(flaky: FlakyBroker):
     """F24, PF-03, PF-12."""
     channel = RedisStreamsChannel(open_client(flaky.url), "tiny", tenants=lambda: ["acme"])
