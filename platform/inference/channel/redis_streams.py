@@ -204,7 +204,8 @@ class RedisStreamsChannel(RequestChannel):
             for entry, fields in answer[1]:
                 pending = self._redis.xpending_range(stream, GROUP, entry, entry, 1)
                 attempts = pending[0]["times_delivered"] if pending else 1
-                deliveries.append(self._delivery(stream, entry, fields.get(b"f", b""), attempts=attempts))
+                frame = fields.get(b"f", b"")
+                deliveries.append(self._delivery(stream, entry, frame, attempts=attempts))
         return deliveries
 
     def _delivery(
