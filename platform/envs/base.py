@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,9 @@ class Step:
 
 class Environment(ABC):
     """One environment instance. Every call comes from the thread that made it."""
+
+    computes_here: ClassVar[bool] = True
+    """False: its calls wait for somebody else, so they need not take turns with others'."""
 
     @property
     @abstractmethod

@@ -40,6 +40,8 @@ T = TypeVar("T")
 class ExternalEnvironment(Environment):
     """Raises `SimulatorError` where the other end is silent, gone, or reports an error."""
 
+    computes_here = False
+
     def __init__(self, name: str, options: ExternalOptions) -> None:
         self._env_id = f"external/{name}"
         self._timeout_s = options.timeout_s

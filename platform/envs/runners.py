@@ -96,7 +96,7 @@ class SessionThread(Runner):
     def _run(self) -> None:
         while (call := self._calls.get()) is not None and not self._abandoned:
             try:
-                with turnstile:
+                with self._turn():
                     result = self._perform(call.op, call.arguments)
             except BaseException as error:  # whoever waits for the call gets it
                 call.done(None, error)
@@ -107,6 +107,10 @@ class SessionThread(Runner):
         with contextlib.suppress(Exception):
             if self._session is not None:
                 self._session.close()
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        waits_elsewhere = self._session is not None and not self._session.computes_here
+        return contextlib.nullcontext() if waits_elsewhere else turnstile
 
     def _perform(self, op: Op, arguments: Mapping[str, Any]) -> Any:
         if op is Op.OPEN:

@@ -63,6 +63,7 @@ class Session:
         self._env = env
         self._request = request
         self.info: EnvironmentInfo = env.info
+        self.computes_here = env.computes_here
         self._seed: int | None = None
         self._steps = 0
         self._running = False

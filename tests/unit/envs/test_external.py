@@ -14,9 +14,14 @@ import numpy as np
 import pytest
 from websockets.sync.server import ServerConnection, serve
 
+from vla_platform.envs import wire
+from vla_platform.envs.base import Observation
 from vla_platform.envs.failures import Failure, failure_of
 from vla_platform.envs.harnesses import open_session
+from vla_platform.envs.host import EnvironmentHost
 from vla_platform.envs.sessions import EnvironmentRequest, Session
+from vla_platform.envs.tabletop import Tabletop
+from vla_platform.envs.turnstile import turnstile
 from vla_platform.errors import ConfigurationError, SimulatorError
 
 
@@ -126,3 +131,34 @@ def test_f50_a_silent_server_is_given_up(serving: Callable[..., str]) -> None:
     with pytest.raises(SimulatorError) as caught:
         session_on(serving(None), timeout_s=0.5)
     assert failure_of(caught.value) == Failure.HUNG
+
+
+def test_sessions_that_wait_for_other_machines_do_not_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each answer comes once all have asked: none may wait for another's to return."""
+    monkeypatch.setattr(turnstile, "_grace_s", 60.0)
+    together = threading.Barrier(4)
+    env = Tabletop(image_size=16)
+
+    def answer(connection: ServerConnection) -> None:
+        for raw in connection:
+            assert isinstance(raw, bytes)
+            message = wire.decode(raw)
+            if message["op"] == "reset":
+                together.wait(10)
+            seen = env.info if message["op"] == "open" else env.reset(3)
+            connection.send(wire.encode({"call": message["call"], "result": seen}))
+
+    with serve(answer, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"127.0.0.1:{server.socket.getsockname()[1]}"
+        monkeypatch.setenv("VLA_EXTERNAL_HOSTS", place)
+        request = EnvironmentRequest(env_id="external/x", options={"url": f"ws://{place}"})
+        host = EnvironmentHost()
+        names = [host.call(host.open("a", request)).result(20)[0] for _ in range(4)]
+        resets = [(name, 3, None) for name in names]
+        seen = host.call(host.batch_reset("a", resets)).result(20)
+        assert [type(one) for one in seen] == [Observation] * 4
+        host.shut_down()
+        server.shutdown()
