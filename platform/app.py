@@ -47,7 +47,9 @@ def create_app(settings: Settings) -> Celery:
         "visibility_timeout": 60,
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
-        "socket_timeout": 30,
+        # A connection that falls silent without an error is noticed within 30 seconds.
+        "socket_timeout": 20,
+        "health_check_interval": 8,
         "socket_keepalive": True,
         "queue_order_strategy": "priority",
     }
@@ -58,9 +60,6 @@ def create_app(settings: Settings) -> Celery:
         broker_connection_retry_on_startup=True,
         accept_content=["json"],
         task_serializer="json",
-        result_serializer="json",
-        result_backend=settings.redis_url,
-        result_expires=3600,
         task_ignore_result=True,
         task_queues=[queue(name) for name in (*QUEUES, *own_queues)],
         task_default_queue="control",

@@ -144,10 +144,22 @@ class SimulatorError(PlatformError):
     code = "simulator"
 
 
-class BackboneChangedError(PlatformError):
+class UnsoundWorkerError(PlatformError):
+    """No number of this process can be trusted any more: it has to be started anew."""
+
+    code = "unsound_worker"
+
+
+class BackboneChangedError(UnsoundWorkerError):
     """`details` hold the `expected` and the `found` digest."""
 
     code = "backbone_changed"
+
+
+class DeviceLostError(UnsoundWorkerError):
+    """The accelerator's context is broken: whatever comes next fails on it, whoever asks."""
+
+    code = "device_lost"
 
 
 class WorkloadFailedError(PlatformError):

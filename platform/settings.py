@@ -53,6 +53,7 @@ class Settings(BaseModel):
     gpu_roles: str = Field("training,inference", description="what a GPU worker does, by comma")
     inference_batch: int = Field(32, ge=1, description="samples of one batch at most")
     inference_wait_ms: float = Field(5.0, ge=0.0, description="longest wait for a fuller batch")
+    training_watchdog_s: float = Field(600.0, gt=0.0, description="a longer step hangs")
     inference_watchdog_s: float = Field(120.0, gt=0.0, description="a longer forward hangs")
     module_device_bytes: int = Field(1 << 30, ge=0, description="idle modules kept on the device")
     module_host_bytes: int = Field(4 << 30, ge=0, description="modules kept in memory in all")

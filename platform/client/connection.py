@@ -21,6 +21,10 @@ from vla_platform.errors import AccessError, SpecError, UnavailableError
 from vla_storage.objects import S3ObjectStore
 from vla_storage.payloads import PayloadStore, RedisPayloadStore
 
+WAIT_S = 10.0
+"""For a reply, by one read: a connection that is silent for twice as long is given up."""
+RETRY_S = 0.5
+
 
 class Connection:
     """From `vla://TENANT:PASSWORD@HOST:PORT/0?bucket=..&access_key=..&secret_key=..&endpoint=..`,
@@ -39,7 +43,7 @@ class Connection:
         scheme = "rediss" if parts.scheme == "vlas" else "redis"
         broker = urlunsplit((scheme, parts.netloc, parts.path, "", ""))
         self.redis: Any = redis.Redis.from_url(
-            broker, decode_responses=True, socket_timeout=70, socket_connect_timeout=10
+            broker, decode_responses=True, socket_timeout=2 * WAIT_S, socket_connect_timeout=10
         )
         self.objects = S3ObjectStore(
             query["bucket"],
@@ -53,7 +57,11 @@ class Connection:
             if address
         ]
         self._app = Celery("vla-client", broker=broker, set_as_current=False)
-        self._app.conf.update(task_serializer="json", accept_content=["json"])
+        self._app.conf.update(
+            task_serializer="json",
+            accept_content=["json"],
+            broker_transport_options={"socket_timeout": 2 * WAIT_S},
+        )
         self._queue = queue(ingress_queue(self.tenant))
 
     @property
@@ -77,28 +85,46 @@ class Connection:
     def call(self, task: str, *, timeout_s: float, shown: str, **arguments: Any) -> Any:
         """Send one ingress task and wait for its reply.
 
-        Sent again once when half the time is over: requests are idempotent.
+        Sent again when half the time is over, or when the connection was lost with the request
+        under way: requests are idempotent.
         """
         request_id = uuid.uuid4().hex
         end = time.monotonic() + timeout_s
-        with answers():
-            for _ in range(2):
-                self._app.send_task(
-                    task,
-                    kwargs={"request_id": request_id, **arguments},
-                    queue=self._queue,
-                    ignore_result=True,
-                    kwargsrepr=f"({shown})",
-                    retry=True,
-                )
-                left = max(end - time.monotonic(), 1.0)
-                wait = min(left, max(timeout_s / 2, 1.0), 60.0)
-                reply = self.redis.blpop([self.key(f"reply:{request_id}")], timeout=wait)
-                if reply is not None:
-                    return _answer(json.loads(reply[1]))
+        send_at, num_sent = 0.0, 0
+        problem: UnavailableError | None = None
+        num_lost = 0
+        while (now := time.monotonic()) < end:
+            try:
+                with answers():
+                    if now >= send_at:
+                        self._send(task, shown, {"request_id": request_id, **arguments})
+                        send_at, num_sent = now + max(timeout_s / 2, 1.0), num_sent + 1
+                    left_s = max(min(send_at, end) - time.monotonic(), 0.1)
+                    reply = self.redis.blpop(
+                        [self.key(f"reply:{request_id}")], timeout=min(left_s, WAIT_S)
+                    )
+            except UnavailableError as error:
+                num_lost += 1
+                if not num_sent and num_lost > 1:
+                    raise  # there is nobody
+                problem, send_at = error, 0.0
+                time.sleep(RETRY_S)
+                continue
+            if reply is not None:
+                return _answer(json.loads(reply[1]))
         raise UnavailableError(
             f"the platform took no notice of {task} for {timeout_s:g} s; "
             "is its control worker running? Retrying is safe"
+        ) from problem
+
+    def _send(self, task: str, shown: str, arguments: dict[str, Any]) -> None:
+        self._app.send_task(
+            task,
+            kwargs=arguments,
+            queue=self._queue,
+            ignore_result=True,
+            kwargsrepr=f"({shown})",
+            retry=True,
         )
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import redis
 
+from vla_platform.client.connection import WAIT_S
 from vla_platform.envs import wire
 from vla_platform.envs.base import EnvironmentInfo, Observation
 from vla_platform.envs.remote_protocol import OPEN_S, from_session, to_host
@@ -115,7 +116,7 @@ class RemoteEnvironment:
         end = time.monotonic() + timeout_s
         while (left_s := end - time.monotonic()) > 0:
             try:
-                found = self._redis.blpop([self._from], timeout=min(left_s, 30.0))
+                found = self._redis.blpop([self._from], timeout=min(left_s, WAIT_S))
             except redis.RedisError as error:
                 raise UnavailableError(f"the platform does not answer: {error}") from error
             if found is None:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import redis
 
 from vla_platform.client.checkpoints import CheckpointShelf
-from vla_platform.client.connection import Connection, answers
+from vla_platform.client.connection import WAIT_S, Connection, answers
 from vla_platform.client.environments import RemoteEnvironment
 from vla_platform.client.inference import DEFAULT_TIMEOUT_S, InferenceProxy
 from vla_platform.client.payload_queue import PayloadQueue
@@ -163,7 +163,7 @@ class Platform(PayloadQueue, CheckpointShelf, ScheduleBook):
             environment=request_text(request),
         )
         client = redis.Redis.from_url(
-            self._connection.payload_url, socket_timeout=70, socket_connect_timeout=10
+            self._connection.payload_url, socket_timeout=2 * WAIT_S, socket_connect_timeout=10
         )
         try:
             return RemoteEnvironment(

@@ -5,6 +5,7 @@ Every hint may be lost or doubled; `control.reconcile` sends again what the ledg
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +17,26 @@ from vla_platform.control.states import Stage
 from vla_platform.control.training_job import TrainingJob
 from vla_platform.specs.cron import hint_minutes
 
+_log = logging.getLogger(__name__)
+
+
+def _send(task: str, **options: Any) -> None:
+    """Pooled connections may be dead without knowing it, and kombu's own errors then are of any
+    kind: the second try has a connection of its own. What it cannot send is a lost hint."""
+    try:
+        current_app.send_task(task, **options)
+        return
+    except Exception as error:
+        _log.warning("action=hint_not_sent task=%s reason=%r", task, error)
+    try:
+        with current_app.connection_for_write() as connection:
+            current_app.send_task(task, connection=connection, **options)
+    except Exception as error:
+        _log.warning("action=hint_lost task=%s reason=%r", task, error)
+
 
 def prepare(tenant: str, workload: str) -> None:
-    current_app.send_task("sft.prepare", kwargs={"tenant_id": tenant, "workload": workload})
+    _send("sft.prepare", kwargs={"tenant_id": tenant, "workload": workload})
 
 
 def produce(workload: Mapping[str, str]) -> None:
@@ -28,21 +46,21 @@ def produce(workload: Mapping[str, str]) -> None:
         return  # the tenant gives the samples itself
     if workload["kind"] == "rl":
         where = queue(rollout_queue(workload["harness"]))
-        current_app.send_task("rollout.produce", kwargs=arguments, queue=where)
+        _send("rollout.produce", kwargs=arguments, queue=where)
     else:
-        current_app.send_task("sft.produce", kwargs=arguments)
+        _send("sft.produce", kwargs=arguments)
 
 
 def stage(stage: Stage, base_model: str) -> None:
     """To whoever computes what samples still lack."""
     if stage is Stage.ADVANTAGES:
-        current_app.send_task("advantages.compute", kwargs={})
+        _send("advantages.compute", kwargs={})
     else:
-        current_app.send_task("training.actor_forward", kwargs={"base_model": base_model})
+        _send("training.actor_forward", kwargs={"base_model": base_model})
 
 
 def train(job: TrainingJob) -> None:
-    current_app.send_task(
+    _send(
         "training.train_job",
         kwargs={
             "job_id": job.job_id,
@@ -61,7 +79,7 @@ def rollout(
 
     `config` is a `RolloutConfig` as a dict.
     """
-    current_app.send_task(
+    _send(
         "rollout.rollout",
         kwargs={
             "config": dict(config),
@@ -78,7 +96,7 @@ def rollout(
 
 def evaluate(*, suite_name: str, **arguments: Any) -> None:
     """`arguments` are those of the task `evaluation.evaluate`."""
-    current_app.send_task(
+    _send(
         "evaluation.evaluate",
         kwargs={"suite_name": suite_name, **arguments},
         queue=queue(evaluation_queue(suite_name.partition("/")[0])),

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from vla_platform.errors import (
-    BackboneChangedError,
     PlatformError,
     PoisonError,
     QueueFullError,
     RequestError,
+    UnsoundWorkerError,
 )
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.group_batching import Batch, GroupBatching, Part
@@ -156,6 +156,7 @@ class InferenceConsumer:
     def _fetch_loop(self) -> None:
         most = self._batching.max_samples
         looked = time.monotonic()
+        was_down = False
         while not self._stopping.is_set():
             with self._changed:
                 if self._batching.num_samples >= BACKLOG * most:
@@ -164,9 +165,12 @@ class InferenceConsumer:
             try:
                 deliveries = self._channel.receive(max_entries=most, timeout_s=FETCH_S)
             except CodedError as error:
-                _log.warning("action=receive_failed reason=%s", error)
+                if not was_down:  # once per outage
+                    _log.warning("action=receive_failed reason=%s", error)
+                was_down = True
                 self._stopping.wait(RETRY_S)
                 continue
+            was_down = False
             for delivery in deliveries:
                 self._take(delivery)
             if time.monotonic() - looked > 5.0:
@@ -312,8 +316,8 @@ class InferenceConsumer:
                 return
             try:
                 self._run(batch)
-            except BackboneChangedError as error:
-                _log.critical("action=backbone_changed reason=%s", error)
+            except UnsoundWorkerError as error:
+                _log.critical("action=%s reason=%s", error.code, error)
                 self._on_hang()
                 return
 
@@ -361,7 +365,7 @@ class InferenceConsumer:
         runs = [RunPart(part.request.prepared, part.start, part.stop) for part in parts]
         try:
             return self._engine.run(runs)
-        except BackboneChangedError:
+        except UnsoundWorkerError:
             raise
         except (CodedError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
             if len(parts) == 1:

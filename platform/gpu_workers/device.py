@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+import torch
+
 DEFAULT_PATIENCE_S = 0.25
 
 
@@ -22,6 +24,7 @@ class DeviceTurns:
         self._busy = False
         self._inference_waits = 0
         self._training_since: float | None = None  # when training began to wait
+        self._part_since: float | None = None  # when the running part of training began
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -41,13 +44,21 @@ class DeviceTurns:
         try:
             yield
         finally:
+            self._part_since = None
             self._release()
 
     def pause(self) -> None:
-        """Within `training`: let inference that waits go in between."""
+        """Within `training`, between its parts: let inference that waits go in between."""
+        self._part_since = time.monotonic()
         if self._inference_waits:
             self._release()
             self._begin_training()
+
+    @property
+    def training_part_s(self) -> float:
+        """How long the present part of training has had the device; 0 where none has."""
+        since = self._part_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def _begin_training(self) -> None:
         with self._changed:
@@ -56,6 +67,7 @@ class DeviceTurns:
                 self._changed.wait(self._patience_s)
             self._training_since = None
             self._busy = True
+            self._part_since = time.monotonic()
 
     def _training_is_due(self) -> bool:
         since = self._training_since
@@ -65,3 +77,11 @@ class DeviceTurns:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
+
+
+def is_alive(device: torch.device) -> bool:
+    """False for a device whose context is broken: whatever comes next fails on it, whoever asks."""
+    try:
+        return float(torch.ones(1, device=device).sum()) == 1.0
+    except RuntimeError:
+        return False

@@ -18,10 +18,11 @@ import torch
 
 from vla_platform.datasets.frames import resize
 from vla_platform.envs.base import matching_cameras
-from vla_platform.errors import DataError, PlatformError, UnsupportedError
+from vla_platform.errors import DataError, DeviceLostError, PlatformError, UnsupportedError
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.canonical import Row
 from vla_platform.gpu_workers.decoding import DecodedRow, Decoder, DecodeRow
+from vla_platform.gpu_workers.device import is_alive
 from vla_platform.gpu_workers.features import FeatureEncoder
 from vla_platform.gpu_workers.module_versions import ModuleVersions, MountedModule
 from vla_platform.gpu_workers.samples import reads_state
@@ -120,6 +121,15 @@ class InferenceModelService:
             raise
 
     def run(self, parts: Sequence[RunPart]) -> tuple[list[Outcome], RunCost]:
+        """Raises `DeviceLostError` where a failure is nobody's fault."""
+        try:
+            return self._run(parts)
+        except RuntimeError as error:
+            if not is_alive(self.backbone.device):
+                raise DeviceLostError(f"the device is lost: {error}") from error
+            raise
+
+    def _run(self, parts: Sequence[RunPart]) -> tuple[list[Outcome], RunCost]:
         cost = RunCost()
         started = time.perf_counter()
         rows = [row for part in parts for row in part.prepared.rows[part.start : part.stop]]

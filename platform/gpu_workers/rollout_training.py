@@ -9,7 +9,7 @@ from typing import Any
 from vla_platform.control.services import Services
 from vla_platform.control.states import DropReason
 from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
-from vla_platform.errors import BackboneChangedError, LeaseLostError, PlatformError
+from vla_platform.errors import LeaseLostError, PlatformError, UnsoundWorkerError
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.rollout_samples import (
     ACTOR_COLUMNS,
@@ -46,11 +46,12 @@ class RolloutTraining:
         try:
             with self._turns.training():
                 return self._service.train_policy(job.policy_key, columns)
-        except BackboneChangedError:
+        except UnsoundWorkerError:
             raise
         except CodedError as error:
             return error
         except MISFITS as error:
+            self._service.check_device(error)
             return misfit(job, error)
 
     def forward_actor(self, job: TrainingJob, actor: Callable[[], Slot]) -> None:
@@ -65,6 +66,7 @@ class RolloutTraining:
             with self._turns.training():
                 found = self._service.actor_forward(actor(), columns)
         except MISFITS as error:
+            self._service.check_device(error)
             raise misfit(job, error) from error
         self._services.payloads.put(
             job.partition_id, job.tenant_id, found, ttl_s=SAMPLES_TTL_S, wait_s=5.0

@@ -13,8 +13,9 @@ import queue
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 from vla_platform.control import dispatch
 from vla_platform.control.leases import kept_alive
@@ -25,7 +26,7 @@ from vla_platform.control.services import Services
 from vla_platform.control.states import JobState, Stage
 from vla_platform.control.training_job import Progress, TrainingJob
 from vla_platform.control.workloads import load_spec
-from vla_platform.errors import BackboneChangedError, LedgerError
+from vla_platform.errors import LedgerError, UnsoundWorkerError
 from vla_platform.failpoints import Failpoint, reach
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
@@ -76,13 +77,20 @@ class TrainingRunner:
 
     def drain(self) -> dict[str, Any]:
         """Train what is ready, for one slice. Returns counts for whoever watches."""
-        with self._training:
-            try:
-                return self._drain()
-            except BackboneChangedError as error:
-                # No number of this process can be trusted: end it, and let it be started anew.
-                _log.critical("action=backbone_changed reason=%s", error)
-                os._exit(os.EX_SOFTWARE)
+        with self._training, self._sound():
+            return self._drain()
+
+    @contextlib.contextmanager
+    def _sound(self) -> Iterator[None]:
+        """An unsound process ends, and is started anew."""
+        try:
+            yield
+        except UnsoundWorkerError as error:
+            self._end_process(error.code, error)
+
+    def _end_process(self, why: str, reason: object) -> NoReturn:
+        _log.critical("action=%s reason=%s", why, reason)
+        os._exit(os.EX_SOFTWARE)
 
     def _drain(self) -> dict[str, Any]:
         done = groups = 0
@@ -139,6 +147,7 @@ class TrainingRunner:
                 _log.warning("action=job_dropped job=%s reason=%s", job.job_id, error)
                 self._forget(job.policy_key)
             except MISFITS as error:
+                self._service.check_device(error)
                 self._fail(job, misfit(job, error))
             except CodedError as error:
                 if error.retryable:
@@ -149,8 +158,8 @@ class TrainingRunner:
                 if item is not None:
                     ready.append((job, item))
         train = [pair for pair in ready if pair[0].domain == Domain.TRAIN]
-        reach(Failpoint.BEFORE_STEP)
         with self._turns.training():
+            reach(Failpoint.BEFORE_STEP)
             outcomes = self._service.train_group([item for _, item in train])
         reach(Failpoint.AFTER_STEP)
         done = 0
@@ -204,7 +213,7 @@ class TrainingRunner:
         done = 0
         lease_s = self._services.settings.lease_s
         end = time.monotonic() + self._services.settings.slice_s
-        with self._training:
+        with self._training, self._sound():
             while time.monotonic() < end and not self._stopping.is_set():
                 job = self._services.ledger.lease_stage(
                     Stage.ACTOR_FORWARD, self.worker, lease_s=lease_s, base_model=self._base_model
@@ -226,6 +235,8 @@ class TrainingRunner:
                 dispatch.stage(Stage.ADVANTAGES, job.base_model)
         except LedgerError as error:
             _log.warning("action=forward_refused job=%s reason=%s", job.job_id, error)
+        except UnsoundWorkerError:
+            raise
         except CodedError as error:
             if error.retryable:
                 with contextlib.suppress(LedgerError):
@@ -402,7 +413,11 @@ class TrainingRunner:
 
     def _beat(self) -> None:
         lease_s = self._services.settings.lease_s
+        most_s = self._services.settings.training_watchdog_s
         while not self._closed.wait(lease_s / 4):
+            if (part_s := self._turns.training_part_s) > most_s:
+                # The lease would be renewed for ever.
+                self._end_process("training_hangs", f"{part_s:.0f} s in one step")
             try:
                 if self._training.acquire(blocking=False):
                     try:

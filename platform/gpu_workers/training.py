@@ -8,6 +8,7 @@ The service knows no queue, store or thread; one thread at a time may call it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,14 +19,16 @@ import numpy.typing as npt
 import torch
 
 from vla_platform.errors import (
-    BackboneChangedError,
+    DeviceLostError,
     ModuleLoadError,
     NotFoundError,
     PlatformError,
+    UnsoundWorkerError,
 )
 from vla_platform.gpu_workers.algorithms.policy_gradient import PolicyUpdate
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.canonical import Row
+from vla_platform.gpu_workers.device import is_alive
 from vla_platform.gpu_workers.feature_cache import FeatureCache
 from vla_platform.gpu_workers.features import Encoded, FeatureEncoder, stack_features
 from vla_platform.gpu_workers.rollout_samples import encode_rows, policy_samples
@@ -38,6 +41,8 @@ from vla_platform.gpu_workers.samples import (
 )
 from vla_platform.gpu_workers.slots import Arrays, MixedPrecision, Slot, SlotConfig, SlotState
 from vla_storage.errors import CodedError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,12 +101,14 @@ class TrainingModelService:
         cache: FeatureCache | None = None,
         mixed_precision: MixedPrecision = "no",
         between: Callable[[], None] = lambda: None,
+        is_alive: Callable[[torch.device], bool] = is_alive,
     ) -> None:
         """`cache=None` encodes every row every time; `between` runs between two updates."""
         self.backbone = backbone
         self.encoder = FeatureEncoder(backbone, cache=cache)
         self.mixed_precision: MixedPrecision = mixed_precision
         self._between = between
+        self._is_alive = is_alive
         self._slots: dict[str, Slot] = {}
 
     def mount(
@@ -170,24 +177,48 @@ class TrainingModelService:
                 prepared[at] = self._prepare(item)
             except CodedError as error:
                 outcomes[at] = error
-        encoded = self._encode([one for one in prepared.values()])
+        try:
+            encoded = self._encode([one for one in prepared.values()])
+        except RuntimeError as error:
+            return self._one_by_one(items, error)
         first = 0
         for at, one in prepared.items():
             stop = first + len(one.rows)
             self._between()
             try:
                 outcomes[at] = self._update(one, encoded, first, stop, len(prepared))
-            except BackboneChangedError:
+            except UnsoundWorkerError:
                 raise
             except CodedError as error:
                 outcomes[at] = error
             except (RuntimeError, ValueError) as error:
-                outcomes[at] = PlatformError(
-                    f"the update of {one.item.policy_key} failed: {error}",
-                    policy_key=one.item.policy_key,
-                )
+                outcomes[at] = self._failed(one.item, error)
             first = stop
         return [outcome for outcome in outcomes if outcome is not None]
+
+    def _one_by_one(
+        self, items: Sequence[TrainItem], error: RuntimeError
+    ) -> list[TrainResult | CodedError]:
+        """The shared forward failed, for want of memory most likely: whose rows it was shows
+        alone."""
+        failed = self._failed(items[0], error)
+        if len(items) == 1:
+            return [failed]
+        _log.warning("action=group_failed size=%d reason=%r", len(items), error)
+        return [self.train_group([item])[0] for item in items]
+
+    def _failed(self, item: TrainItem, error: RuntimeError | ValueError) -> PlatformError:
+        self.check_device(error)
+        if self.backbone.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return PlatformError(
+            f"the update of {item.policy_key} failed: {error}", policy_key=item.policy_key
+        )
+
+    def check_device(self, error: Exception) -> None:
+        """Raise `DeviceLostError` where `error` is nobody's fault, for the device is broken."""
+        if not self._is_alive(self.backbone.device):
+            raise DeviceLostError(f"the device is lost: {error}") from error
 
     def train_policy(self, policy_key: str, columns: Mapping[str, Any]) -> PolicyResult:
         """One RL update of one policy on the columns of a rollout with advantages.

@@ -11,6 +11,6 @@ from vla_platform.control import advantages
 from vla_platform.control.services import services
 
 
-@shared_task(name="advantages.compute", ignore_result=False)
+@shared_task(name="advantages.compute")
 def compute() -> int:
     return advantages.compute_ready(services(), f"{socket.gethostname()}-{os.getpid()}")

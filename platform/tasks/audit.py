@@ -10,7 +10,7 @@ from vla_platform.control import audit_page, audits
 from vla_platform.control.services import services
 
 
-@shared_task(name="audit.run", ignore_result=False)
+@shared_task(name="audit.run")
 def run(tenants: list[str] | None = None, deep: bool = False) -> list[dict[str, Any]]:
     """Audit the named tenants, or all; reports lie in `platform/audits/`."""
     found = services()

@@ -8,11 +8,11 @@ from vla_platform.control import reconciler, schedules
 from vla_platform.control.services import services
 
 
-@shared_task(name="control.reconcile", ignore_result=True)
+@shared_task(name="control.reconcile")
 def reconcile() -> None:
     reconciler.reconcile(services())
 
 
-@shared_task(name="control.look_at_schedule", ignore_result=True)
+@shared_task(name="control.look_at_schedule")
 def look_at_schedule(tenant: str, name: str) -> list[str]:
     return schedules.look_at(services(), tenant, name)

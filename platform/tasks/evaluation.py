@@ -15,7 +15,7 @@ from vla_platform.metrics.events import Event
 from vla_storage.errors import CodedError
 
 
-@shared_task(name="evaluation.evaluate", ignore_result=False)
+@shared_task(name="evaluation.evaluate")
 def run(
     evaluation_id: str,
     tenant: str,

@@ -17,7 +17,7 @@ from vla_storage.errors import CodedError
 REPLY_TTL_S = 600
 
 
-@shared_task(name="ingress.submit", bind=True, ignore_result=True)
+@shared_task(name="ingress.submit", bind=True)
 def submit(self: Task, request_id: str, spec: str, key: str) -> None:
     def submitted(tenant: str) -> str:
         # A policy that the ledger has forgotten must not begin at version 0 again.
@@ -27,22 +27,22 @@ def submit(self: Task, request_id: str, spec: str, key: str) -> None:
     _answer(self, request_id, submitted)
 
 
-@shared_task(name="ingress.cancel", bind=True, ignore_result=True)
+@shared_task(name="ingress.cancel", bind=True)
 def cancel(self: Task, request_id: str, run: str) -> None:
     _answer(self, request_id, lambda tenant: workloads.cancel(services(), tenant, run))
 
 
-@shared_task(name="ingress.pause", bind=True, ignore_result=True)
+@shared_task(name="ingress.pause", bind=True)
 def pause(self: Task, request_id: str, run: str) -> None:
     _answer(self, request_id, lambda tenant: workloads.pause(services(), tenant, run))
 
 
-@shared_task(name="ingress.resume", bind=True, ignore_result=True)
+@shared_task(name="ingress.resume", bind=True)
 def resume(self: Task, request_id: str, run: str) -> None:
     _answer(self, request_id, lambda tenant: workloads.resume(services(), tenant, run))
 
 
-@shared_task(name="ingress.explain", bind=True, ignore_result=True)
+@shared_task(name="ingress.explain", bind=True)
 def explain(self: Task, request_id: str, run: str) -> None:
     def explained(tenant: str) -> dict[str, Any]:
         workloads.check_owner(services(), tenant, run)
@@ -51,7 +51,7 @@ def explain(self: Task, request_id: str, run: str) -> None:
     _answer(self, request_id, explained)
 
 
-@shared_task(name="ingress.open_environment", bind=True, ignore_result=True)
+@shared_task(name="ingress.open_environment", bind=True)
 def open_environment(self: Task, request_id: str, environment: str) -> None:
     _answer(
         self,
@@ -60,7 +60,7 @@ def open_environment(self: Task, request_id: str, environment: str) -> None:
     )
 
 
-@shared_task(name="ingress.reserve_batch", bind=True, ignore_result=True)
+@shared_task(name="ingress.reserve_batch", bind=True)
 def reserve_batch(self: Task, request_id: str, run: str) -> None:
     _answer(
         self,
@@ -69,12 +69,12 @@ def reserve_batch(self: Task, request_id: str, run: str) -> None:
     )
 
 
-@shared_task(name="ingress.batch_state", bind=True, ignore_result=True)
+@shared_task(name="ingress.batch_state", bind=True)
 def batch_state(self: Task, request_id: str, run: str, job_id: str) -> None:
     _answer(self, request_id, lambda tenant: workloads.batch_state(services(), tenant, run, job_id))
 
 
-@shared_task(name="ingress.submit_batch", bind=True, ignore_result=True)
+@shared_task(name="ingress.submit_batch", bind=True)
 def submit_batch(
     self: Task, request_id: str, run: str, job_id: str, fence: str, samples: str
 ) -> None:
@@ -85,7 +85,7 @@ def submit_batch(
     )
 
 
-@shared_task(name="ingress.schedule", bind=True, ignore_result=True)
+@shared_task(name="ingress.schedule", bind=True)
 def schedule(self: Task, request_id: str, schedule: str) -> None:
     least_s = services().settings.min_schedule_s
     _answer(
@@ -95,7 +95,7 @@ def schedule(self: Task, request_id: str, schedule: str) -> None:
     )
 
 
-@shared_task(name="ingress.change_schedule", bind=True, ignore_result=True)
+@shared_task(name="ingress.change_schedule", bind=True)
 def change_schedule(self: Task, request_id: str, name: str, change: str) -> None:
     _answer(self, request_id, lambda tenant: schedules.change(services(), tenant, name, change))
 

@@ -13,7 +13,7 @@ from vla_platform.envs.rollout import Emit, RolloutConfig, RolloutReport, rollou
 from vla_platform.metrics.events import Event
 
 
-@shared_task(name="rollout.produce", ignore_result=False)
+@shared_task(name="rollout.produce")
 def produce(tenant_id: str, workload: str) -> int:
     """Roll out what this run may reserve, for one slice."""
     return rollouts.produce(services(), tenant_id, workload, play)
@@ -68,7 +68,7 @@ def keeper_of(tenant: str, workload: str) -> Callable[[str, bytes], str]:
     return keep
 
 
-@shared_task(name="rollout.rollout", ignore_result=False)
+@shared_task(name="rollout.rollout")
 def run(
     config: dict[str, Any],
     job_id: str,

@@ -15,11 +15,11 @@ def sources() -> production.Sources:
     return production.Sources(services())
 
 
-@shared_task(name="sft.prepare", ignore_result=False)
+@shared_task(name="sft.prepare")
 def prepare(tenant_id: str, workload: str) -> str:
     return production.prepare(services(), tenant_id, workload)
 
 
-@shared_task(name="sft.produce", ignore_result=False)
+@shared_task(name="sft.produce")
 def produce(tenant_id: str, workload: str) -> int:
     return production.produce(services(), sources(), tenant_id, workload)

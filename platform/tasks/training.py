@@ -9,7 +9,7 @@ from celery import shared_task
 from vla_platform.failpoints import Failpoint, reach
 
 
-@shared_task(name="training.train_job", ignore_result=False)
+@shared_task(name="training.train_job")
 def train_job(job_id: str, tenant_id: str, partition_id: str, base_model: str) -> dict[str, Any]:
     """Train what is ready for this base model, the named job among it, for one slice."""
     from vla_platform.gpu_workers.bootsteps import runner
@@ -20,7 +20,7 @@ def train_job(job_id: str, tenant_id: str, partition_id: str, base_model: str) -
     return counts
 
 
-@shared_task(name="training.actor_forward", ignore_result=False)
+@shared_task(name="training.actor_forward")
 def actor_forward(base_model: str) -> int:
     """What the present actors say of rollouts that wait for it."""
     from vla_platform.gpu_workers.bootsteps import runner

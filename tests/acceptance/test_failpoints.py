@@ -88,7 +88,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     var, armed = folder / "var", folder / "failpoint"
     environment = {
         **os.environ, "VLA_BASE_MODELS": "tiny=tiny-random", "VLA_FAILPOINT": f"@{armed}",
-        "VLA_SLICE_S": "1",
+        "VLA_SLICE_S": "1", "VLA_TRAINING_WATCHDOG_S": "15",
     }  # fmt: skip
     try:
         operate.up(var, environment=environment, dataset_roots=str(folder / "data"), timeout_s=180)
@@ -141,6 +141,26 @@ def test_a_death_at_a_named_place_loses_and_doubles_nothing_f01_f55_pf02(
     assert list(stack.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
     assert (losses(run), stack.module_digest(run)) == calm
     assert pause_s < RTO_S + 10  # the promise, and the start of a process on a busy machine
+
+
+def test_a_step_that_hangs_ends_its_worker_and_is_done_by_the_next_f15(
+    stack: Stack, calm: tuple[dict[int, float], str]
+) -> None:
+    """Celery's own time limits do not act in this pool, and the heart beats on."""
+    stack.armed.write_text(f"{Failpoint.BEFORE_STEP}:stall:8")
+    before = stack.pid("gpu")
+    psutil.Process(before).kill()
+    hangs = stack.restarted("gpu", before)
+    run = stack.submit()
+    end = time.monotonic() + TIMEOUT_S
+    while run.status().step < 7:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    stack.armed.unlink()
+    run.result(TIMEOUT_S)
+    assert not psutil.pid_exists(hangs)
+    assert list(stack.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
+    assert (losses(run), stack.module_digest(run)) == calm
 
 
 def test_connections_that_drop_again_and_again_leave_nobody_deaf_f24_pf03(

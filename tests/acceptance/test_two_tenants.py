@@ -427,14 +427,21 @@ def test_hostile_messages_change_nothing_and_end_nothing_b26_b27_b28(stack):
     assert victim.cancel() == "cancelled"
 
 
-def test_cancel_is_final(stack):
-    _, _, platforms = stack
-    run = platforms["a"].submit(spec("long", "reach", steps=5000, checkpoint={}))
-    at_step(run, 2)
-    assert run.cancel() == "cancelled"
-    assert run.cancel() == "cancelled"
-    with pytest.raises(WorkloadCancelledError):
-        run.result(5)
+def test_cancel_is_final_at_any_moment_f17(stack):
+    """While a step runs or a checkpoint is on its way; what had ended stays what it was."""
+    _, admin, platforms = stack
+    for checkpoint in ({}, {"every_steps": 1}):
+        run = platforms["a"].submit(spec("long", "reach", steps=5000, checkpoint=checkpoint))
+        at_step(run, 2)
+        assert run.cancel() == "cancelled"
+        done = admin.ledger.steps(run.id)
+        assert run.cancel() == "cancelled"
+        with pytest.raises(WorkloadCancelledError):
+            run.result(5)
+        other = platforms["a"].submit(spec("short", "reach", steps=3, checkpoint={}))
+        other.result(TIMEOUT_S)
+        assert admin.ledger.steps(run.id) == done
+        assert other.cancel() == "succeeded"
 
 
 def test_samples_of_a_host_go_through_its_shared_memory(stack, undisturbed):

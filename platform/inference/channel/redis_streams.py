@@ -208,9 +208,7 @@ class RedisStreamsChannel(RequestChannel):
                 deliveries.append(self._delivery(stream, entry, frame, attempts=attempts))
         return deliveries
 
-    def _delivery(
-        self, stream: str, entry: bytes, frame: bytes, *, attempts: int
-    ) -> Delivery:
+    def _delivery(self, stream: str, entry: bytes, frame: bytes, *, attempts: int) -> Delivery:
         age_ms = time.monotonic() * 1e3 + self._clock_ms - int(entry.partition(b"-")[0])
         return Delivery(
             tenant=self._streams[stream],

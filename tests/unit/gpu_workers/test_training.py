@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.unit.gpu_workers.conftest import Columns, MakeConfig, make_columns
-from vla_platform.errors import DataError, ModuleLoadError, NotFoundError
+from vla_platform.errors import (
+    DataError,
+    DeviceLostError,
+    ModuleLoadError,
+    NotFoundError,
+    PlatformError,
+)
 from vla_platform.gpu_workers.backbone import Backbone, digest_of
 from vla_platform.gpu_workers.feature_cache import FeatureCache
 from vla_platform.gpu_workers.slots import SlotConfig, SlotState
@@ -258,3 +265,45 @@ def test_unknown_policies_and_foreign_base_models(
     service.unmount("a/task")
     service.unmount("a/task")
     assert service.mounted == ()
+
+
+class MemoryLimit:
+    """A forward fails on more than `most` rows, as a device without memory does."""
+
+    def __init__(self, service: TrainingModelService, most: int) -> None:
+        self._encode, self._most = service.encoder.encode, most
+        service.encoder.encode = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, rows: Any, kinds: Any) -> Any:
+        if len(rows) > self._most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._encode(rows, kinds)
+
+
+def test_f11_a_batch_that_fills_the_memory_fails_alone(
+    backbone: Backbone, make_config: MakeConfig
+) -> None:
+    a, b = make_config("a"), make_config("b", seed=1)
+    good = make_columns(b, 1)
+    large = {name: np.concatenate([one, one]) for name, one in make_columns(a, 0).items()}
+    service = TrainingModelService(backbone)
+    service.mount(a)
+    service.mount(b)
+    before = service.save("a/task")
+    MemoryLimit(service, len(good["actions"]))
+    failed, done = service.train_group([TrainItem("a/task", large), TrainItem("b/task", good)])
+    assert isinstance(failed, PlatformError)
+    assert "out of memory" in str(failed)
+    assert isinstance(done, TrainResult)
+    assert_equal_states(before, service.save("a/task"))
+    assert_equal_states(train_alone(backbone, b, [good]), service.save("b/task"))
+
+
+def test_f12_a_broken_device_is_nobodys_fault(backbone: Backbone, make_config: MakeConfig) -> None:
+    """The worker has to go; its jobs move, and no tenant's run fails."""
+    service = TrainingModelService(backbone, is_alive=lambda device: False)
+    config = make_config()
+    service.mount(config)
+    MemoryLimit(service, 0)
+    with pytest.raises(DeviceLostError):
+        service.train_group([TrainItem("a/task", make_columns(config, 0))])

@@ -1,0 +1,219 @@
+"""What a broker can do to the platform beside dying: fall silent, forget, lose a reply.
+
+Real processes; the control Redis stands behind a proxy that the tests control.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis
+
+from tests.conftest import running
+from tests.proxy import Proxy
+from vla_platform.cli.tenants import Operator, operator
+from vla_platform.client import Platform, Run
+from vla_platform.datasets.recording import make_demonstrations
+from vla_platform.envs.tabletop import Tabletop
+from vla_platform.stack import operate
+from vla_platform.stack.ports import LOOPBACK, free_ports
+from vla_platform.stack.servers import redis_ready, redis_server
+
+STEPS = 40
+TIMEOUT_S = 150
+RECOVERY_S = 90.0
+"""A silent connection is given up within 30 s; a worker may have several, and one worker may wait
+for another."""
+numbers = itertools.count()
+
+
+class ControlRedis:
+    """An append-only Valkey that can be stopped, killed and set back."""
+
+    def __init__(self, folder: Path) -> None:
+        self._port = free_ports(("redis",))["redis"]
+        self.url = f"redis://{LOOPBACK}:{self._port}/0"
+        folder.mkdir()
+        users = folder / "users.acl"  # as in the stack: users outlive the server
+        users.write_text("user default on nopass ~* &* +@all\n")
+        self._server = redis_server("redis", folder, self._port, persistent=True, acl_file=users)
+        self._running = ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        process = self._running.enter_context(running(self._server, lambda: redis_ready(self.url)))
+        found = psutil.Process(process.pid)
+        self.process = next(iter(found.children(recursive=True)), found)
+
+    def kill(self) -> None:
+        self._running.close()
+
+    def copy(self, to: Path) -> None:
+        shutil.copytree(self._server.folder, to)
+
+    def set_back(self, copy: Path) -> None:
+        self.kill()
+        shutil.rmtree(self._server.folder)
+        shutil.copytree(copy, self._server.folder)
+        self.start()
+
+
+class Stack:
+    def __init__(
+        self, broker: ControlRedis, proxy: Proxy, admin: Operator, platform: Platform
+    ) -> None:
+        self.broker, self.proxy, self.admin, self.platform = broker, proxy, admin, platform
+
+    def submit(self, **changes: Any) -> Run:
+        return self.platform.submit(
+            {
+                "kind": "sft",
+                "policy": f"p{next(numbers)}",
+                "dataset": {"path": "reach", "heldout_samples": 8},
+                "steps": STEPS,
+                "batch_size": 4,
+                "checkpoint": {"every_steps": 10},
+                **changes,
+            }
+        )
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("broker")
+    make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=8, seed=0)
+    var = folder / "var"
+    broker = ControlRedis(folder / "redis")
+    proxy = Proxy(broker.url)
+    environment = {
+        **os.environ, "VLA_BASE_MODELS": "tiny=tiny-random", "VLA_REDIS_URL": proxy.url,
+    }  # fmt: skip
+    try:
+        operate.up(var, environment=environment, dataset_roots=str(folder / "data"), timeout_s=180)
+        with operator(var) as admin, Platform(admin.add("a")) as platform:
+            yield Stack(broker, proxy, admin, platform)
+    finally:
+        operate.down(var)
+        proxy.close()
+        broker.kill()
+
+
+@pytest.fixture(scope="module")
+def calm(stack: Stack) -> dict[int, float]:
+    run = stack.submit()
+    run.result(TIMEOUT_S)
+    return losses(run)
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in run.metrics() if event["kind"] == "step"}
+
+
+def step_of(stack: Stack, run: Run) -> int:
+    """As the server has it, past the proxy."""
+    with redis.Redis.from_url(stack.broker.url) as client:
+        return int(client.hget(f"vla:w:{run.id}", "step") or 0)
+
+
+def reach(stack: Stack, run: Run, step: int) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while step_of(stack, run) < step:
+        assert time.monotonic() < end, step
+        time.sleep(0.02)
+
+
+def assert_each_step_once(stack: Stack, run: Run, calm: dict[int, float]) -> None:
+    assert run.result(TIMEOUT_S).step == STEPS
+    assert list(stack.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
+    assert losses(run) == calm
+
+
+def test_half_open_connections_are_given_up_f25(stack: Stack, calm: dict[int, float]) -> None:
+    """Bytes are taken and nothing comes back, without an error: all notice by their time-outs."""
+    run = stack.submit()
+    reach(stack, run, 5)
+    assert stack.proxy.freeze() > 0
+    silent_since = time.monotonic()
+    reach(stack, run, step_of(stack, run) + 1)
+    assert time.monotonic() - silent_since < RECOVERY_S
+    assert_each_step_once(stack, run, calm)
+
+
+def test_a_broker_that_stands_still_is_waited_for_f26(stack: Stack, calm: dict[int, float]) -> None:
+    """Stopped for longer than any socket waits: clients send again, and it counts once."""
+    run = stack.submit()
+    reach(stack, run, 5)
+    stack.broker.process.suspend()
+    try:
+        time.sleep(40)  # the fault itself: the longest time-out is 30 s
+    finally:
+        stack.broker.process.resume()
+    assert_each_step_once(stack, run, calm)
+
+
+def test_a_submit_whose_reply_is_lost_is_one_run_f43_f44(
+    stack: Stack, calm: dict[int, float]
+) -> None:
+    stack.proxy.swallow_reply_to(b"ingress.submit")
+    before = {run.id for run in stack.platform.runs()}
+    run = stack.submit()
+    assert stack.proxy.has_swallowed
+    assert {one.id for one in stack.platform.runs()} - before == {run.id}
+    assert_each_step_once(stack, run, calm)
+
+
+def test_deleted_routing_keys_are_declared_again_f29_pf04(
+    stack: Stack, calm: dict[int, float]
+) -> None:
+    with redis.Redis.from_url(stack.broker.url) as admin:
+        for _ in range(5):
+            for key in admin.scan_iter("_kombu.binding.*"):
+                admin.delete(key)
+            run = stack.submit()
+            for key in admin.scan_iter("_kombu.binding.*"):
+                admin.delete(key)
+            assert_each_step_once(stack, run, calm)
+
+
+def test_thousands_of_orphaned_messages_starve_nobody_f34_pf05(
+    stack: Stack, calm: dict[int, float]
+) -> None:
+    """Messages whose workers died come back within the recovery time, and new work goes on."""
+    with redis.Redis.from_url(stack.broker.url, decode_responses=True) as admin:
+        stack.submit().result(TIMEOUT_S)
+        orphan = '[{"body": "", "headers": {}, "properties": {"delivery_info": {"exchange": "",'
+        orphan += ' "routing_key": "lost"}, "delivery_tag": "%d"}}, "", "lost"]'
+        with admin.pipeline(transaction=False) as pipe:
+            for number in range(5000):
+                pipe.hset("unacked", f"orphan-{number}", orphan % number)
+                pipe.zadd("unacked_index", {f"orphan-{number}": time.time() - 3600})
+            pipe.execute()
+        began = time.monotonic()
+        run = stack.submit()
+        assert_each_step_once(stack, run, calm)
+        while left := admin.zcount("unacked_index", "-inf", time.time() - 1800):
+            assert time.monotonic() - began < 60, left
+            time.sleep(0.2)
+        assert admin.llen("lost") == 5000
+        admin.delete("lost")
+
+
+def test_a_server_that_forgot_the_last_seconds_goes_on_f31(
+    stack: Stack, calm: dict[int, float], tmp_path: Path
+) -> None:
+    """A replica that lacks what was written last is promoted: no step counts twice."""
+    run = stack.submit()
+    reach(stack, run, 8)
+    stack.broker.copy(tmp_path / "older")
+    reach(stack, run, 14)
+    stack.broker.set_back(tmp_path / "older")
+    assert_each_step_once(stack, run, calm)
