@@ -35,8 +35,14 @@ class CheckpointShelf:
         found = [self._checkpoints.manifest(ref.id) for ref in refs]
         return sorted(found, key=lambda manifest: (manifest.created, manifest.step))
 
+    @property
+    def checkpoint_store(self) -> CheckpointStore:
+        """The store below these calls, without the platform's key."""
+        return self._checkpoints
+
     def verify(self, checkpoint_id: str) -> Manifest:
-        """Read every object of a checkpoint and compare sizes and digests."""
+        """Read every object of a checkpoint and compare sizes and digests. `vla checkpoints
+        verify` also asks the policy again what it was asked when it was saved."""
         return self._checkpoints.verify(checkpoint_id)
 
     def marks(self, policy: str) -> Marks:

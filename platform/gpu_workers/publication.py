@@ -20,6 +20,7 @@ from vla_platform.failpoints import Failpoint, reach, reach_in_storage
 from vla_platform.gpu_workers.slots import Slot
 from vla_platform.metrics.events import Event
 from vla_platform.specs import CheckpointSpec, WorkloadSpec
+from vla_storage.canary import Canary
 from vla_storage.checkpoint_types import Checkpoint, CheckpointHeader
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.manifests import Lineage, Manifest
@@ -73,7 +74,15 @@ class CheckpointPublisher:
             failpoint=reach_in_storage,
         )
 
-    def save(self, slot: Slot, mounted: Mounted, job: TrainingJob, *, position: int) -> None:
+    def save(
+        self,
+        slot: Slot,
+        mounted: Mounted,
+        job: TrainingJob,
+        *,
+        position: int,
+        canary: Canary | None,
+    ) -> None:
         """Stage the slot as it is now; returns before anything is uploaded."""
         state = slot.state()
         prepared = mounted.prepared
@@ -94,6 +103,7 @@ class CheckpointPublisher:
                     "vla-platform": importlib.metadata.version("vla-platform"),
                 },
             ),
+            canary=canary,
         )
         checkpoint = Checkpoint(
             header=header, module=state.module, optimizer=state.optimizer, state=state.scalars

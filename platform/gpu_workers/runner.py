@@ -27,6 +27,7 @@ from vla_platform.control.training_job import Progress, TrainingJob
 from vla_platform.control.workloads import load_spec
 from vla_platform.errors import BackboneChangedError, LedgerError
 from vla_platform.failpoints import Failpoint, reach
+from vla_platform.gpu_workers.canary import CanaryProbe
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
 from vla_platform.gpu_workers.rollout_training import MISFITS, RolloutTraining, misfit
@@ -71,6 +72,7 @@ class TrainingRunner:
         self._closed = threading.Event()
         self._training = threading.Lock()  # held while a slice trains
         self._publisher = CheckpointPublisher(services, self._distrusted.put)
+        self._canary = CanaryProbe(service.backbone)
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
 
@@ -188,7 +190,7 @@ class TrainingRunner:
                 run["state"] in ("running", "paused")
                 and int(run["step"]) == slot.step > mounted.saved_step
             ):
-                self._publisher.save(slot, mounted, mounted.last_job, position=int(run["position"]))
+                self._save(slot, mounted, mounted.last_job, position=int(run["position"]))
 
     def _hold(self, job: TrainingJob) -> bool:
         """Have the job's policy in its slot. False: the job will come again."""
@@ -365,7 +367,12 @@ class TrainingRunner:
         if progress.through:
             self._service.backbone.verify()  # frozen means frozen: nothing of a drift is published
         if progress.through or due:
-            self._publisher.save(slot, mounted, job, position=job.position + 1)
+            self._save(slot, mounted, job, position=job.position + 1)
+
+    def _save(self, slot: Slot, mounted: Mounted, job: TrainingJob, *, position: int) -> None:
+        with self._turns.training():
+            canary = self._canary.ask(slot.module)
+        self._publisher.save(slot, mounted, job, position=position, canary=canary)
 
     def _drop_distrusted(self) -> None:
         """Give back the slots whose checkpoint failed: they are restored from the one before."""

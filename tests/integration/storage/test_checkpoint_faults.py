@@ -111,7 +111,7 @@ def test_f55_pf20_killed_after_object_k_nothing_is_visible_and_the_previous_resu
 
     restored = store.restore("reach", "w1")
     assert restored is not None
-    assert (restored.manifest.step, nth) == (200, len(list(objects.list("a/"))) - 4)
+    assert (restored.manifest.step, nth) == (200, len(list(objects.list("a/"))) - 5)
 
     # The next process clears the dead one's staging; publishing the step again succeeds.
     assert list(tmp_path.glob("staging-*")) != []
@@ -120,7 +120,7 @@ def test_f55_pf20_killed_after_object_k_nothing_is_visible_and_the_previous_resu
     assert successor.close(30)
     assert list(tmp_path.glob("staging-*")) == []
     assert collect_leftovers(store, "reach", older_than_s=-60.0) == []
-    assert len(list(objects.list("a/"))) == 8
+    assert len(list(objects.list("a/"))) == 10
 
 
 def test_f55_leftovers_of_other_content_are_collected(
@@ -228,7 +228,7 @@ def test_f62_what_changes_behind_our_back_is_noticed(
     store: CheckpointStore, objects: S3ObjectStore, make_checkpoint: Make
 ) -> None:
     store.save(make_checkpoint(1))
-    for key in [item.key for item in objects.list("a/")]:
+    for key in [item.key for item in objects.list("a/") if item.size]:  # a seal is a name only
         content = objects.get(key)
         objects.put(key, content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(StorageError) as caught:
