@@ -27,6 +27,7 @@ INGRESS_TASKS = {
     "ingress.pause": {"request_id", "run"},
     "ingress.resume": {"request_id", "run"},
     "ingress.explain": {"request_id", "run"},
+    "ingress.timeline": {"request_id", "run", "job_id"},
     "ingress.reserve_batch": {"request_id", "run"},
     "ingress.batch_state": {"request_id", "run", "job_id"},
     "ingress.submit_batch": {"request_id", "run", "job_id", "fence", "samples"},

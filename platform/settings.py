@@ -81,6 +81,10 @@ class Settings(BaseModel):
     role: str = Field("", description="control | sft | gpu | beat | flower | metrics | env-...")
     host: str = Field("127.0.0.1", description="where collector and page listen")
     port: int = Field(0, description="where the metrics collector listens; 0: 9100")
+    log_format: Literal["text", "json"] = Field("text", description="of this process's lines")
+    traces: str = Field(
+        "", description="spans: an OTLP collector's http(s) address, or a folder for JSON lines"
+    )
     metrics_sinks: str = Field("", description="kind=target by comma; see metrics/sinks")
     page_user: str = "admin"
     page_password: str = Field("", description="of the operators' page")

@@ -11,7 +11,17 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vla_platform.cli import audit, checkpoints, envs, runs, schedules, tenants, usage, workers
+from vla_platform.cli import (
+    audit,
+    checkpoints,
+    envs,
+    runs,
+    schedules,
+    tenants,
+    trace,
+    usage,
+    workers,
+)
 from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
 from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
@@ -36,6 +46,7 @@ app.command("explain")(runs.explain)
 app.command("demos")(envs.demos)
 app.command("audit")(audit.audit)
 app.command("usage")(usage.usage)
+app.command("trace")(trace.trace)
 
 _RUN = re.compile(r"(sft|rl)-[0-9a-f]{20}")
 Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]

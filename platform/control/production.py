@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
+from vla_platform import work
 from vla_platform.control import dispatch
 from vla_platform.control.admission import check_rl, derive_schema, open_for, split_episodes
 from vla_platform.control.leases import announced, kept_alive
@@ -156,7 +157,10 @@ def prepare(services: Services, tenant: str, run: str) -> str:
     if services.ledger.workload(run)["prepared"] != "1":
         try:
             spec = load_spec(services, tenant, run)
-            with announced(services.ledger, run, for_s=services.settings.lease_s):
+            with (
+                work.on_run("prepare", tenant, run),
+                announced(services.ledger, run, for_s=services.settings.lease_s),
+            ):
                 if isinstance(spec, RLSpec):
                     prepared, positions, steps = _interface(services, tenant, spec)
                 else:
@@ -233,11 +237,16 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
             sources.get(tenant, run)  # before a lease is counted: opening may take long
         while time.monotonic() < end:
             services.ledger.producing(run, for_s=lease_s)
+            asked_s = time.time()
             job = services.ledger.reserve(
                 run, lease_s=lease_s, limits=services.settings.reserve_limits()
             )
             if isinstance(job, TrainingJob):
-                with kept_alive(services.ledger, job, lease_s=lease_s, producing=True):
+                work.over("reserve", job, asked_s, time.time())
+                with (
+                    work.on_job("produce", job),
+                    kept_alive(services.ledger, job, lease_s=lease_s, producing=True),
+                ):
                     _produce_one(services, sources.get(tenant, run), job)
                 produced += 1
             elif job in PASSING_WAITS:

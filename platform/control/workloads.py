@@ -11,6 +11,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from vla_platform import work
 from vla_platform.control import admission, dispatch, usage
 from vla_platform.control.ledger import workload_id
 from vla_platform.control.maintenance import refuse_in_maintenance
@@ -46,6 +47,13 @@ def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
         # An id that was returned once is returned again, whatever became of the data since.
         if services.ledger.workload(run)["spec_digest"] == digest:
             return run
+    with work.on_run("submit", tenant, run):
+        return _take(services, tenant, run, spec, content=content, key=key)
+
+
+def _take(
+    services: Services, tenant: str, run: str, spec: WorkloadSpec, *, content: bytes, key: str
+) -> str:
     refuse_in_maintenance(services.ledger.client)
     usage.check_budget(services, read_tenant(services.objects, tenant))
     signature = admission.check(services, tenant, spec)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 import torch
 
+from vla_platform import work
 from vla_platform.control.outcomes import finish_if_through
 from vla_platform.control.prepared import Prepared
 from vla_platform.control.services import Services
@@ -113,7 +114,7 @@ class CheckpointPublisher:
             self.store(job.tenant_id), checkpoint, guard=lambda: self._still_ours(job)
         )
         reach(Failpoint.STAGE_DONE)
-        saving.add_done_callback(functools.partial(self._saved, job))
+        saving.add_done_callback(functools.partial(self._saved, job, time.time()))
         mounted.saved_step = slot.step
         mounted.parent = f"{header.policy}/{header.workload_id}/{header.step}"
 
@@ -126,7 +127,8 @@ class CheckpointPublisher:
         if not self._services.ledger.owns_slot(job):
             raise LeaseLostError(f"{job.workload} is not ours any more: nothing is published")
 
-    def _saved(self, job: TrainingJob, saving: Future[Manifest]) -> None:
+    def _saved(self, job: TrainingJob, staged_s: float, saving: Future[Manifest]) -> None:
+        work.over("publish", job, staged_s, time.time())
         error = saving.exception()
         if error is not None and not isinstance(error, LeaseLostError):
             _log.error("action=checkpoint_failed workload=%s reason=%s", job.workload, error)

@@ -16,6 +16,7 @@ import uuid
 from dataclasses import asdict
 from typing import Any
 
+from vla_platform import tracing, work
 from vla_platform.control import dispatch
 from vla_platform.control.leases import kept_alive
 from vla_platform.control.outcomes import finish_if_through
@@ -129,41 +130,53 @@ class TrainingRunner:
     def _train(self, jobs: list[TrainingJob]) -> int:
         ready: list[tuple[TrainingJob, TrainItem]] = []
         rollouts: list[tuple[TrainingJob, dict[str, Any]]] = []
+        leased_s = time.time()
         for job in jobs:
-            try:
-                if not self._hold(job):
-                    continue
-                if job.task_type == "rl":
-                    rollouts.append((job, self._rollouts.fetch(job)))
-                    continue
-                item = self._fetch(job)
-            except LedgerError as error:
-                _log.warning("action=job_dropped job=%s reason=%s", job.job_id, error)
-                self._forget(job.policy_key)
-            except MISFITS as error:
-                self._fail(job, misfit(job, error))
-            except CodedError as error:
-                if error.retryable:
-                    self._postpone(job, error)
-                else:
-                    self._fail(job, error)
-            else:
-                if item is not None:
-                    ready.append((job, item))
+            work.over("queue_wait", job, leased_s - job.queue_wait_ms / 1000, leased_s)
+            with work.on_job("fetch", job):
+                found = self._prepare(job)
+            if isinstance(found, TrainItem):
+                ready.append((job, found))
+            elif found is not None:
+                rollouts.append((job, found))
         train = [pair for pair in ready if pair[0].domain == Domain.TRAIN]
         reach(Failpoint.BEFORE_STEP)
+        begun_s = time.time()
         with self._turns.training():
             outcomes = self._service.train_group([item for _, item in train])
+        for job, _ in train:
+            work.over("train", job, begun_s, time.time(), group=self._group, group_size=len(train))
         reach(Failpoint.AFTER_STEP)
         done = 0
         for job, rollout in rollouts:  # ready updates of RL go first; each costs no shared forward
-            done += self._settle(job, self._rollouts.update(job, rollout), kind="update")
+            with work.on_job("update", job):
+                updated = self._rollouts.update(job, rollout)
+            done += self._settle(job, updated, kind="update")
         for (job, _), outcome in zip(train, outcomes, strict=True):
             done += self._settle(job, outcome, kind="step")
         for job, item in ready:
             if job.domain == Domain.HELDOUT:
                 done += self._settle(job, self._heldout(item), kind="heldout")
         return done
+
+    def _prepare(self, job: TrainingJob) -> TrainItem | dict[str, Any] | None:
+        """A leased job's policy in its slot, and its data: an item of a group, or the columns of a
+        rollout. None: it is dropped, failed or postponed, and that is on record."""
+        try:
+            if not self._hold(job):
+                return None
+            return self._rollouts.fetch(job) if job.task_type == "rl" else self._fetch(job)
+        except LedgerError as error:
+            _log.warning("action=job_dropped job=%s reason=%s", job.job_id, error)
+            self._forget(job.policy_key)
+        except MISFITS as error:
+            self._fail(job, misfit(job, error))
+        except CodedError as error:
+            if error.retryable:
+                self._postpone(job, error)
+            else:
+                self._fail(job, error)
+        return None
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Warm shutdown: what was trained since the last checkpoint is saved, slots go back.
@@ -222,7 +235,10 @@ class TrainingRunner:
         """False: it was postponed."""
         ledger = self._services.ledger
         try:
-            with kept_alive(ledger, job, lease_s=self._services.settings.lease_s):
+            with (
+                work.on_job("actor_forward", job),
+                kept_alive(ledger, job, lease_s=self._services.settings.lease_s),
+            ):
                 self._rollouts.forward_actor(job, lambda: self._actor(job))
             if ledger.mark(job, JobState.NEEDS_ADVANTAGES):
                 dispatch.stage(Stage.ADVANTAGES, job.base_model)
@@ -323,6 +339,22 @@ class TrainingRunner:
         *,
         kind: str,
     ) -> int:
+        with work.on_job("settle", job):
+            done = self._record(job, outcome, kind=kind)
+        if done and tracing.is_on():
+            created_ms = int(self._services.ledger.descriptor(job.job_id)["created"])
+            tracing.root(
+                job.job_id, created_ms / 1000, time.time(), kind=kind, **work.attributes_of(job)
+            )
+        return done
+
+    def _record(
+        self,
+        job: TrainingJob,
+        outcome: TrainResult | PolicyResult | dict[str, Any] | CodedError,
+        *,
+        kind: str,
+    ) -> int:
         if isinstance(outcome, CodedError):
             self._fail(job, outcome)
             return 0
@@ -370,9 +402,10 @@ class TrainingRunner:
             self._save(slot, mounted, job, position=job.position + 1)
 
     def _save(self, slot: Slot, mounted: Mounted, job: TrainingJob, *, position: int) -> None:
-        with self._turns.training():
-            canary = self._canary.ask(slot.module)
-        self._publisher.save(slot, mounted, job, position=position, canary=canary)
+        with work.on_job("save", job):
+            with self._turns.training():
+                canary = self._canary.ask(slot.module)
+            self._publisher.save(slot, mounted, job, position=position, canary=canary)
 
     def _drop_distrusted(self) -> None:
         """Give back the slots whose checkpoint failed: they are restored from the one before."""

@@ -21,6 +21,7 @@ import redis
 from prometheus_client import Counter, Gauge, start_http_server
 
 from vla_platform.control import usage
+from vla_platform.logs import configure
 from vla_platform.metrics.events import PLATFORM_STREAM, Event
 from vla_platform.metrics.sinks import Sink, open_sinks
 from vla_platform.settings import load_settings
@@ -186,8 +187,8 @@ def forward(sinks: Sequence[Sink], entries: list[Entry]) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     settings = load_settings()
+    configure(settings.log_format, process=settings.role)
     client: Any = redis.Redis.from_url(settings.redis_url, decode_responses=True, socket_timeout=15)
     objects = S3ObjectStore(
         settings.s3_bucket,

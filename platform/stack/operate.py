@@ -178,9 +178,10 @@ def logs_of_run(var: Path, run: str, *, follow: bool = False) -> Iterator[str]:
 
 
 def _time_of(line: str) -> str:
-    """Of both forms, `2026-01-01 12:00:00,000` and `[2026-01-01 12:00:00,000: INFO/...]`."""
-    stamp = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3}", line[:40])
-    return stamp.group().replace(".", ",") if stamp else ""
+    """Of all forms: `2026-01-01 12:00:00,000`, `[2026-01-01 12:00:00,000: INFO/...]`, and JSON's
+    `{"time": "2026-01-01T12:00:00.000Z"`."""
+    stamp = re.search(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[,.]\d{3}", line[:40])
+    return stamp.group().replace(".", ",").replace("T", " ") if stamp else ""
 
 
 def restart_role(var: Path, role: str, *, timeout_s: float = 120.0) -> None:

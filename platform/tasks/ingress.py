@@ -10,7 +10,7 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform.broker import INGRESS_PREFIX, tenant_of
-from vla_platform.control import environments, explanation, recovery, schedules, workloads
+from vla_platform.control import environments, explanation, recovery, schedules, timeline, workloads
 from vla_platform.control.services import services
 from vla_storage.errors import CodedError
 
@@ -49,6 +49,15 @@ def explain(self: Task, request_id: str, run: str) -> None:
         return asdict(explanation.explain(services().ledger, run))
 
     _answer(self, request_id, explained)
+
+
+@shared_task(name="ingress.timeline", bind=True, ignore_result=True)
+def job_timeline(self: Task, request_id: str, run: str, job_id: str) -> None:
+    def told(tenant: str) -> list[dict[str, Any]]:
+        workloads.check_owner(services(), tenant, run)
+        return [asdict(one) for one in timeline.of_job(services().ledger, run, job_id)]
+
+    _answer(self, request_id, told)
 
 
 @shared_task(name="ingress.open_environment", bind=True, ignore_result=True)
