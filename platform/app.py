@@ -91,11 +91,11 @@ app = create_app(load_settings())
 install_gates(app)
 install_telemetry(app, load_settings())
 
-if load_settings().role == "gpu":
+if load_settings().is_a("gpu"):
     from vla_platform.gpu_workers.bootsteps import install
 
     install(app)
-elif load_settings().role == "control":
+elif load_settings().is_a("control"):
     from vla_platform.control.bootsteps import install as install_ingress
 
     install_ingress(app)

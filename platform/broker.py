@@ -32,6 +32,7 @@ INGRESS_TASKS = {
     "ingress.batch_state": {"request_id", "run", "job_id"},
     "ingress.submit_batch": {"request_id", "run", "job_id", "fence", "samples"},
     "ingress.open_environment": {"request_id", "environment"},
+    "ingress.change_checkpoints": {"request_id", "change"},
     "ingress.schedule": {"request_id", "schedule"},
     "ingress.change_schedule": {"request_id", "name", "change"},
 }

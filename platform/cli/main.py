@@ -25,6 +25,7 @@ from vla_platform.cli import (
 from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
 from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
+from vla_platform.stack.roles import Profile
 from vla_storage.errors import CodedError, Fault
 
 app = typer.Typer(
@@ -63,9 +64,17 @@ def up(
             file_okay=False,
         ),
     ] = None,
+    profile: Annotated[
+        Profile, typer.Option(help="cluster-like: a process per duty, two GPU workers")
+    ] = Profile.LAPTOP,
     env_hosts: Annotated[
-        int, typer.Option(help="environment hosts", min=0, envvar="VLA_ENV_HOSTS")
-    ] = 1,
+        int | None,
+        typer.Option(
+            help="environment hosts; default: one per harness, two in cluster-like",
+            min=0,
+            envvar="VLA_ENV_HOSTS",
+        ),
+    ] = None,
     env_shares: Annotated[
         str, typer.Option(help="each harness's share of the hosts", envvar="VLA_ENV_SHARES")
     ] = "tabletop=1",
@@ -74,13 +83,16 @@ def up(
     """Start the platform on this machine and wait until every process is ready."""
     from vla_platform.control.environment_hosts import parse_shares
     from vla_platform.stack.operate import up as start
-    from vla_platform.stack.roles import ROLES, environment_roles
+    from vla_platform.stack.roles import environment_roles
 
+    shares = parse_shares(env_shares)
+    if env_hosts is None:
+        env_hosts = profile.hosts_per_harness * len(shares)
     roots = ":".join(str(root.resolve()) for root in dataset_root or [])
-    hosts = environment_roles(env_hosts, parse_shares(env_shares), var) if env_hosts else ()
+    hosts = environment_roles(env_hosts, shares, var) if env_hosts else ()
     info = start(
         var,
-        roles=(*ROLES, *hosts),
+        roles=(*profile.roles, *hosts),
         dataset_roots=roots,
         timeout_s=timeout_s,
         on_progress=progress_line,

@@ -90,6 +90,7 @@ def ledger_fields(
         "base_model": spec.base_model,
         "schema_signature": schema_signature,
         "spec_digest": hashlib.sha256(content).hexdigest(),
+        "init_from": spec.init_from or "",
         "priority": spec.priority,
         "max_in_flight": spec.limits.max_in_flight,
         "max_seconds": spec.limits.max_seconds or 0,

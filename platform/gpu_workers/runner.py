@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vla_platform import tracing, work
-from vla_platform.control import dispatch
+from vla_platform.control import dispatch, evaluations
 from vla_platform.control.leases import kept_alive
 from vla_platform.control.outcomes import finish_if_through
 from vla_platform.control.plan import Domain
@@ -296,6 +296,7 @@ class TrainingRunner:
             self._services.ledger.checkpointed(
                 job.workload, position=position, checkpoint=parent, step=step
             )
+            evaluations.begin_if_due(self._services, tenant, job.workload, spec, found.manifest)
         else:
             params = store.load(spec.init_from).module if spec.init_from else None
             slot = self._service.mount(config, params=params)
@@ -395,7 +396,11 @@ class TrainingRunner:
         slot = self._service.slot(job.policy_key)
         every = mounted.spec.checkpoint.every_steps or DEFAULT_EVERY_STEPS
         # The last step's checkpoint is the one that is taken when the plan is through.
-        due = is_step and slot.step % every == 0 and slot.step < slot.config.total_steps
+        own = mounted.spec.evaluation
+        due = is_step and slot.step < slot.config.total_steps
+        due = due and (
+            slot.step % every == 0 or (own is not None and slot.step % own.every_updates == 0)
+        )
         if progress.through:
             self._service.backbone.verify()  # frozen means frozen: nothing of a drift is published
         if progress.through or due:

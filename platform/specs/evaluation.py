@@ -12,18 +12,9 @@ from vla_platform.specs.base import Float, Int, Name, Spec, Text
 from vla_platform.specs.cron import check_cron, check_timezone
 
 
-class EvaluationSpec(Spec):
-    """Success of a policy over the episodes of a suite; the policy is not changed."""
+class EpisodesSpec(Spec):
+    """What is played, and how."""
 
-    kind: Literal["evaluation"] = "evaluation"
-    version: Literal[1] = 1
-    policy: Name = Field(description="the tenant's name for the policy")
-    policy_version: Int | None = Field(
-        None, ge=0, description="default: the current one, resolved once when it begins"
-    )
-    checkpoint: str | None = Field(
-        None, min_length=1, max_length=256, description="instead: the version of a checkpoint"
-    )
     suite: str = Field(
         min_length=3, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9_./:\-]*$",
         description="an environment such as tabletop/push, or libero/libero_object",
@@ -37,6 +28,28 @@ class EvaluationSpec(Spec):
         Annotated[str, Field(max_length=64)],
         Annotated[str, Field(max_length=256)] | Int | Float | bool | None,
     ] = Field(default_factory=dict, max_length=16, description="of the environments")
+
+
+class IntervalEvaluationSpec(EpisodesSpec):
+    """Evaluations of a run by itself, each of the version that was published at that update."""
+
+    every_updates: Int = Field(
+        ge=1, le=1_000_000, description="updates between evaluations; a checkpoint is made at each"
+    )
+
+
+class EvaluationSpec(EpisodesSpec):
+    """Success of a policy over the episodes of a suite; the policy is not changed."""
+
+    kind: Literal["evaluation"] = "evaluation"
+    version: Literal[1] = 1
+    policy: Name = Field(description="the tenant's name for the policy")
+    policy_version: Int | None = Field(
+        None, ge=0, description="default: the current one, resolved once when it begins"
+    )
+    checkpoint: str | None = Field(
+        None, min_length=1, max_length=256, description="instead: the version of a checkpoint"
+    )
     description: Text | None = None
 
     @model_validator(mode="after")

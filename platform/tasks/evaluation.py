@@ -8,7 +8,7 @@ from typing import Any
 from celery import shared_task
 
 from vla_platform import work
-from vla_platform.control import schedules, trends, usage
+from vla_platform.control import evaluations, schedules, trends, usage
 from vla_platform.control.services import services
 from vla_platform.envs.evaluation import evaluate
 from vla_platform.envs.suites import suite
@@ -37,7 +37,7 @@ def run(
     found = services()
 
     def emit(kind: str, values: dict[str, Any]) -> None:
-        schedules.heard(found, tenant, evaluation_id)
+        evaluations.heard(found, tenant, evaluation_id)
         found.emitter.emit(Event(tenant=tenant, workload=evaluation_id, kind=kind, values=values))
 
     try:
@@ -61,6 +61,7 @@ def run(
             schedules.finished(found, tenant, evaluation_id, error=str(error))
         raise
     trends.record(found, record)
+    evaluations.keep_score(found, record)
     schedules.finished(found, tenant, evaluation_id)
     client = found.ledger.client
     usage.count(

@@ -10,7 +10,15 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform.broker import INGRESS_PREFIX, tenant_of
-from vla_platform.control import environments, explanation, recovery, schedules, timeline, workloads
+from vla_platform.control import (
+    checkpoint_changes,
+    environments,
+    explanation,
+    recovery,
+    schedules,
+    timeline,
+    workloads,
+)
 from vla_platform.control.services import services
 from vla_storage.errors import CodedError
 
@@ -92,6 +100,11 @@ def submit_batch(
         request_id,
         lambda tenant: workloads.submit_batch(services(), tenant, run, job_id, fence, samples),
     )
+
+
+@shared_task(name="ingress.change_checkpoints", bind=True, ignore_result=True)
+def change_checkpoints(self: Task, request_id: str, change: str) -> None:
+    _answer(self, request_id, lambda tenant: checkpoint_changes.change(services(), tenant, change))
 
 
 @shared_task(name="ingress.schedule", bind=True, ignore_result=True)
