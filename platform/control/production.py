@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -30,6 +31,7 @@ from vla_platform.specs import RLSpec, SFTSpec, canonical_json
 from vla_storage.errors import CodedError, ObjectExistsError
 
 MOST_SOURCES = 16
+_log = logging.getLogger(__name__)
 ENDED = frozenset(str(state) for state in WorkloadState if is_terminal(state))
 
 
@@ -173,6 +175,10 @@ def prepare(services: Services, tenant: str, run: str) -> str:
         with contextlib.suppress(ObjectExistsError):
             services.objects.put(prepared_key(tenant, run), prepared.to_json(), if_absent=True)
         services.ledger.prepared(run, total_positions=positions, total_steps=steps)
+        _log.info(
+            "action=prepared tenant=%s workload=%s samples=%d steps=%d",
+            *(tenant, run, prepared.num_samples, steps),
+        )
     return admit(services, tenant, run)
 
 

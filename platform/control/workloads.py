@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from vla_platform.specs import (
 )
 from vla_storage.errors import ObjectExistsError, ObjectNotFoundError
 
+_log = logging.getLogger(__name__)
 BATCH_LEASE_S = 600.0
 """How long a tenant may take to make the samples of a batch that it has reserved."""
 
@@ -73,6 +75,7 @@ def _take(
         services.objects.delete(spec_key(tenant, run))  # a refused spec must not be recovered
         raise
     if is_new:
+        _log.info("action=submitted policy=%s kind=%s", spec.policy, spec.kind)
         dispatch.prepare(tenant, run)
     return run
 

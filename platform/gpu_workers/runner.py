@@ -302,7 +302,9 @@ class TrainingRunner:
             slot = self._service.mount(config, params=params)
             slot.policy_version = job.base_version
         self._mounted[job.policy_key] = Mounted(spec, prepared, job, parent=parent, saved_step=step)
-        _log.info("action=slot_mounted policy=%s step=%d", job.policy_key, step)
+        _log.info(
+            "action=slot_mounted policy=%s step=%d worker=%s", job.policy_key, step, self.worker
+        )
         rewound = self._services.ledger.rewind(job, position=position, step=step)
         if rewound:
             finish_if_through(self._services.ledger, job.workload)
