@@ -11,8 +11,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from enum import StrEnum
 
 DEFAULT_PATIENCE_S = 0.25
+
+
+class Turn(StrEnum):
+    TRAINING = "training"
+    INFERENCE = "inference"
 
 
 class DeviceTurns:
@@ -22,6 +28,17 @@ class DeviceTurns:
         self._busy = False
         self._inference_waits = 0
         self._training_since: float | None = None  # when training began to wait
+        self._turn: tuple[Turn, float] | None = None  # whose it is, and since when
+        self._busy_s = dict.fromkeys(Turn, 0.0)
+
+    def busy_s(self) -> dict[Turn, float]:
+        """Seconds that each had the device so far, up to now."""
+        with self._changed:
+            found = dict(self._busy_s)
+            if self._turn is not None:
+                turn, since = self._turn
+                found[turn] += time.monotonic() - since
+            return found
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -29,7 +46,7 @@ class DeviceTurns:
             self._inference_waits += 1
             self._changed.wait_for(lambda: not self._busy and not self._training_is_due())
             self._inference_waits -= 1
-            self._busy = True
+            self._take(Turn.INFERENCE)
         try:
             yield
         finally:
@@ -55,7 +72,11 @@ class DeviceTurns:
             while self._busy or (self._inference_waits and not self._training_is_due()):
                 self._changed.wait(self._patience_s)
             self._training_since = None
-            self._busy = True
+            self._take(Turn.TRAINING)
+
+    def _take(self, turn: Turn) -> None:
+        self._busy = True
+        self._turn = (turn, time.monotonic())
 
     def _training_is_due(self) -> bool:
         since = self._training_since
@@ -63,5 +84,8 @@ class DeviceTurns:
 
     def _release(self) -> None:
         with self._changed:
-            self._busy = False
+            if self._turn is not None:
+                turn, since = self._turn
+                self._busy_s[turn] += time.monotonic() - since
+            self._busy, self._turn = False, None
             self._changed.notify_all()

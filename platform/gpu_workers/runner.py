@@ -77,6 +77,10 @@ class TrainingRunner:
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
 
+    @property
+    def num_slots(self) -> int:
+        return len(self._mounted)
+
     def drain(self) -> dict[str, Any]:
         """Train what is ready, for one slice. Returns counts for whoever watches."""
         with self._training:
@@ -365,6 +369,9 @@ class TrainingRunner:
         values = {**values, "job_id": job.job_id, "position": job.position, "fence": job.fence}
         values["group"] = self._group
         values["queue_wait_ms"] = job.queue_wait_ms
+        if isinstance(outcome, PolicyResult):
+            # The versions between the one that acted in the rollout and the one that is updated.
+            values["staleness"] = outcome.policy_version - 1 - job.behavior_policy_version
         if isinstance(outcome, TrainResult):
             values["samples_per_s"] = self._rate(job.policy_key, outcome.samples)
         try:
