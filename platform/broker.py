@@ -37,6 +37,8 @@ INGRESS_TASKS = {
     "ingress.change_schedule": {"request_id", "name", "change"},
 }
 """What a tenant may ask for, with exactly these arguments, all of them text."""
+MAX_ARGUMENT_BYTES = 80 * 1024
+"""Of all arguments of a request: a spec of 64 KB, and what stands around it."""
 MAX_MESSAGE_BYTES = 128 * 1024
 MAX_SHOWN = 200
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -100,14 +99,3 @@ class EvaluationSchedule(Spec):
     overlap: Annotated[Overlap, _enum(Overlap)] = Overlap.SKIP
     missed: Annotated[Missed, _enum(Missed)] = Missed.RUN_ONCE
     evaluation: EvaluationSpec
-
-
-def check_start(at: datetime, *, now: datetime | None = None) -> datetime:
-    """A time to begin at, in UTC: past means now. Raises `ValueError` for a time without a zone,
-    or more than four years ahead."""
-    current = now or datetime.now(UTC)
-    if at.tzinfo is None:
-        raise ValueError("give the time with its zone, such as 2026-01-01T06:00:00+00:00")
-    if at.year > current.year + 4:
-        raise ValueError("more than four years ahead")
-    return max(at.astimezone(UTC), current)

@@ -27,6 +27,10 @@ SINGLE_THREADED = {
 }
 
 
+MOST_FLOWER_TASKS = 10_000
+"""That Flower keeps in memory; the ledger keeps what matters."""
+
+
 class Ready(StrEnum):
     """How `up` learns that a role works."""
 
@@ -72,7 +76,8 @@ def _worker(name: str, queues: str, *, concurrency: int, stop_s: float = 20.0) -
 
 def _flower(environment: dict[str, str]) -> tuple[str, ...]:
     # The password comes as FLOWER_BASIC_AUTH, not on the command line that every user can list.
-    return _celery("flower", "--address=127.0.0.1", f"--port={environment['VLA_PORT']}")
+    where = ("--address=127.0.0.1", f"--port={environment['VLA_PORT']}")
+    return _celery("flower", *where, f"--max-tasks={MOST_FLOWER_TASKS}")
 
 
 def _beat(name: str) -> Role:
