@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -88,6 +89,10 @@ def trained(stack: tuple[Path, Operator, Platform]) -> Run:
     (victim,) = victims
     assert victim.pid is not None
     psutil.Process(victim.pid).send_signal(signal.SIGKILL)
+    for one in operate.status(var):
+        if one.role in ("flower", "page", "metrics"):  # F74: who only watches
+            assert one.pid is not None
+            psutil.Process(one.pid).send_signal(signal.SIGKILL)
     run.result(timeout_s=240)
     return run
 
@@ -112,6 +117,32 @@ def test_a_run_trains_there_and_a_dead_worker_costs_nothing(
 ) -> None:
     steps = [event["step"] for event in trained.metrics() if event["kind"] == "step"]
     assert list(range(1, STEPS + 1)) == steps
+
+
+def test_f74_watchers_come_back_and_tell_the_truth(
+    stack: tuple[Path, Operator, Platform], trained: Run
+) -> None:
+    info = stack[1].info
+    login = (info.flower_user, info.flower_password)
+
+    def answers(url: str) -> bool:
+        try:
+            return httpx.get(url, auth=login, timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    for url in (info.flower_url, info.page_url, info.metrics_url):
+        wait_until(lambda url=url: answers(url))
+    known = stack[1].ledger.workload(trained.id)
+    assert (known["state"], str(trained.status().state)) == ("succeeded", "succeeded")
+    page = httpx.get(f"{info.page_url}/workloads/{trained.id}", auth=login, timeout=20).text
+    assert "succeeded" in page
+
+    def shown() -> str:
+        return httpx.get(info.page_url, auth=login, timeout=20).text
+
+    # The one that was killed loads its base model anew.
+    wait_until(lambda: all(f"<td>gpu-{number}@" in shown() for number in (1, 2)))
 
 
 def test_it_evaluates_itself_once_per_version(

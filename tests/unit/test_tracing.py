@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +109,34 @@ def test_without_the_extra_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigurationError, match=r"vla-platform\[otel\]"):
         tracing.start(str(tmp_path), process="gpu")
+
+
+def test_spans_go_to_a_collector() -> None:
+    """OTLP over HTTP, as every collector takes it."""
+    proto = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    taken: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            taken.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            return None
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        tracing.start(f"http://127.0.0.1:{server.server_port}", process="gpu")
+        with tracing.span("train", JOB, tenant="a"):
+            pass
+        tracing.stop()
+        server.shutdown()
+        thread.join()
+    ((path, body),) = taken
+    assert path == "/v1/traces"
+    request = proto.ExportTraceServiceRequest.FromString(body)
+    (span,) = request.resource_spans[0].scope_spans[0].spans
+    assert (span.name, int.from_bytes(span.trace_id, "big")) == ("train", tracing.trace_id(JOB))
