@@ -13,6 +13,7 @@ from vla_platform.broker import environment_queues, queue
 from vla_platform.control.startup import install_gates
 from vla_platform.settings import Settings, load_settings
 from vla_platform.stack.readiness import announce
+from vla_platform.telemetry import install as install_telemetry
 
 QUEUES = ("control", "sft", "advantages", "training", "audit")
 """Beside these, `rollout.<harness>` and `evaluation.<harness>` of each harness, and a rollout queue
@@ -87,12 +88,13 @@ def create_app(settings: Settings) -> Celery:
 
 app = create_app(load_settings())
 install_gates(app)
+install_telemetry(app, load_settings())
 
-if load_settings().role == "gpu":
+if load_settings().is_a("gpu"):
     from vla_platform.gpu_workers.bootsteps import install
 
     install(app)
-elif load_settings().role == "control":
+elif load_settings().is_a("control"):
     from vla_platform.control.bootsteps import install as install_ingress
 
     install_ingress(app)

@@ -27,14 +27,18 @@ INGRESS_TASKS = {
     "ingress.pause": {"request_id", "run"},
     "ingress.resume": {"request_id", "run"},
     "ingress.explain": {"request_id", "run"},
+    "ingress.timeline": {"request_id", "run", "job_id"},
     "ingress.reserve_batch": {"request_id", "run"},
     "ingress.batch_state": {"request_id", "run", "job_id"},
     "ingress.submit_batch": {"request_id", "run", "job_id", "fence", "samples"},
     "ingress.open_environment": {"request_id", "environment"},
+    "ingress.change_checkpoints": {"request_id", "change"},
     "ingress.schedule": {"request_id", "schedule"},
     "ingress.change_schedule": {"request_id", "name", "change"},
 }
 """What a tenant may ask for, with exactly these arguments, all of them text."""
+MAX_ARGUMENT_BYTES = 80 * 1024
+"""Of all arguments of a request: a spec of 64 KB, and what stands around it."""
 MAX_MESSAGE_BYTES = 128 * 1024
 MAX_SHOWN = 200
 

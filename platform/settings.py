@@ -79,9 +79,15 @@ class Settings(BaseModel):
     external_hosts: str = Field(
         "", description="host[:port] names that `external` environments may connect to, by comma"
     )
-    role: str = Field("", description="control | sft | gpu | beat | flower | metrics | env-...")
+    role: str = Field(
+        "", description="control | sft | gpu | beat | flower | metrics | env-..., or control-2"
+    )
     host: str = Field("127.0.0.1", description="where collector and page listen")
     port: int = Field(0, description="where the metrics collector listens; 0: 9100")
+    log_format: Literal["text", "json"] = Field("text", description="of this process's lines")
+    traces: str = Field(
+        "", description="spans: an OTLP collector's http(s) address, or a folder for JSON lines"
+    )
     metrics_sinks: str = Field("", description="kind=target by comma; see metrics/sinks")
     page_user: str = "admin"
     page_password: str = Field("", description="of the operators' page")
@@ -98,6 +104,10 @@ class Settings(BaseModel):
 
     def roots(self) -> tuple[Path, ...]:
         return tuple(Path(part).resolve() for part in self.dataset_roots.split(":") if part)
+
+    def is_a(self, kind: str) -> bool:
+        """Whether this process is one of a kind, such as `gpu-2` of `gpu`."""
+        return self.role == kind or self.role.startswith(f"{kind}-")
 
     def does(self, gpu_role: str) -> bool:
         return gpu_role in self.gpu_roles.split(",")

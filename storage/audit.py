@@ -1,8 +1,9 @@
 """The auditor: walks a tenant's prefix in listing order and says what is wrong. Deletes nothing.
 
 Memory stays flat: one folder, a window of manifests under way, and a bounded number of findings.
-A folder whose listing (keys, sizes, etags) is what an earlier audit found whole is not read again,
-so a shallow audit costs little more than the listing; a deep one trusts nothing and reads all.
+A folder whose listing (keys, sizes, etags) is what its publisher sealed or an earlier audit found
+whole is not read, so a shallow audit costs little more than the listing; a deep one trusts nothing
+and reads all.
 What looks wrong is looked at a second time at the end: saves and retention go on meanwhile. An
 audit that was stopped goes on where it had got to.
 """
@@ -36,6 +37,7 @@ from vla_storage.errors import (
 from vla_storage.manifests import Manifest
 from vla_storage.marks import Marks, read_marks
 from vla_storage.objects.base import ObjectStore
+from vla_storage.seals import Facts
 
 logger = logging.getLogger(__name__)
 
@@ -164,15 +166,21 @@ class _Walk:
         self._save()
         waiting: deque[tuple[Folder, str, Future[Checked] | None, Seal | None]] = deque()
         items = self._objects.list(f"{self._tenant}/", after=self._state.after)
+        before: tuple[CheckpointRef, Facts] | None = None
         for folder in folders(items, self._tenant):
             if stopping():
                 break
-            seal = folder.seal(self._key) if folder.kind is Kind.CHECKPOINT else ""
-            known = self._known(folder.prefix) if seal else None
+            seal, known = "", None
+            if folder.kind is Kind.CHECKPOINT and folder.ref is not None:
+                seal = folder.seal(self._key)
+                facts = folder.facts(seal, self._key)
+                known = self._known(folder, seal) or _sealed(folder, seal, facts, before)
+                before = (folder.ref, facts) if facts is not None else None
+                if self._state.deep:
+                    known = None
             checked: Future[Checked] | None = None
-            if folder.kind is not Kind.AREA and not (known and known.seal == seal):
+            if folder.kind is not Kind.AREA and known is None:
                 checked = pool.submit(self._check, folder)
-                known = None
             waiting.append((folder, seal, checked, known))
             if len(waiting) >= _WINDOW:
                 self._take(*waiting.popleft())
@@ -192,12 +200,14 @@ class _Walk:
             grace_s=self._rules.grace_s,
         )  # fmt: skip
 
-    def _known(self, prefix: str) -> Seal | None:
-        """The old seal of a folder; both run in listing order, so neither is ever searched."""
-        while self._old_head is not None and self._old_head.prefix < prefix:
+    def _known(self, folder: Folder, seal: str) -> Seal | None:
+        """What an earlier audit sealed as it is; both run in listing order, so neither is ever
+        searched."""
+        while self._old_head is not None and self._old_head.prefix < folder.prefix:
             self._old_head = next(self._old, None)
         found = self._old_head
-        return found if found is not None and found.prefix == prefix else None
+        same = found is not None and (found.prefix, found.seal) == (folder.prefix, seal)
+        return found if same else None
 
     def _take(
         self, folder: Folder, seal: str, checked: Future[Checked] | None, known: Seal | None
@@ -402,6 +412,20 @@ class _Walk:
                 details={"expires": expires},
             )
         ]
+
+
+def _sealed(
+    folder: Folder, seal: str, facts: Facts | None, before: tuple[CheckpointRef, Facts] | None
+) -> Seal | None:
+    """What its publisher sealed, where it goes on from the one before. A run's first checkpoint is
+    read whoever sealed it: it tells what the run was made from."""
+    ref = folder.ref
+    if ref is None or facts is None or before is None:
+        return None
+    same_run = (before[0].policy, before[0].workload_id) == (ref.policy, ref.workload_id)
+    if same_run and facts.goes_on_from(before[1], step=ref.step):
+        return Seal(prefix=folder.prefix, seal=seal)
+    return None
 
 
 def _outer(manifest: Manifest) -> str:

@@ -22,6 +22,7 @@ from vla_storage.errors import (
 )
 from vla_storage.manifests import Manifest, ManifestReason, ObjectEntry
 from vla_storage.objects.base import ObjectInfo
+from vla_storage.seals import is_seal
 
 VERSION_RECORD = "version.json"
 _OURS = re.compile(r"[a-z0-9][a-z0-9_-]*-[0-9a-f]{16}(\.[a-z0-9]+)?")
@@ -99,7 +100,8 @@ def _check_checkpoint(
     store: CheckpointStore, notes: _Notes, folder: Folder, *, deep: bool, limit: float
 ) -> Checked:
     assert folder.ref is not None
-    by_name = {item.key.removeprefix(folder.prefix): item for item in folder.items}
+    listed = ((item.key.removeprefix(folder.prefix), item) for item in folder.items)
+    by_name = {name: item for name, item in listed if not is_seal(name)}
     if MANIFEST not in by_name:
         if folder.newest > limit:
             return Checked(in_progress=True)

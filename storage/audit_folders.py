@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +17,7 @@ from vla_storage.checkpoint_types import CheckpointRef
 from vla_storage.errors import InvalidKeyError
 from vla_storage.names import check_name
 from vla_storage.objects.base import ObjectInfo
+from vla_storage.seals import Facts, facts_in, is_seal, listing_seal
 
 MOST_OBJECTS = 1000
 """Of one folder; further ones are counted, so that memory stays flat."""
@@ -49,10 +49,20 @@ class Folder:
         return max(item.modified for item in self.items)
 
     def seal(self, key: bytes) -> str:
-        """Equal as long as nothing in the folder changes; nobody without the key can make one."""
-        text = "\n".join(f"{item.key}\t{item.size}\t{item.etag}" for item in self.items)
-        whole = f"{self.num_objects}\n{text}"
-        return hmac.digest(key, b"vla-audit-seal:" + whole.encode(), "sha256").hex()[:32]
+        """Equal as long as nothing in the folder changes, publishers' seals aside."""
+        items = [item for item in self.items if not is_seal(self._name(item))]
+        return listing_seal(items, key, num_objects=self.num_objects - len(self.items) + len(items))
+
+    def facts(self, seal: str, key: bytes) -> Facts | None:
+        """What its publisher sealed together with this very listing."""
+        for item in self.items:
+            name = self._name(item)
+            if is_seal(name) and (facts := facts_in(name, seal, key)) is not None:
+                return facts
+        return None
+
+    def _name(self, item: ObjectInfo) -> str:
+        return item.key[len(self.prefix) :]
 
 
 def folders(items: Iterable[ObjectInfo], tenant: str) -> Iterator[Folder]:

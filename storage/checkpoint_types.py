@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_storage import tensors
+from vla_storage.canary import Canary
 from vla_storage.errors import CheckpointError, InvalidKeyError
 from vla_storage.manifests import Lineage, Manifest, ObjectEntry
 from vla_storage.names import check_id, check_name
@@ -36,6 +37,7 @@ class CheckpointHeader:
     policy_version: int
     position: int  # samples consumed
     lineage: Lineage
+    canary: Canary | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

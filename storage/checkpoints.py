@@ -2,7 +2,7 @@
 
     <tenant>/policies/<policy>/checkpoints/<workload>/<step, ten digits>/
         module-<digest>.safetensors  optimizer-<digest>.safetensors  state-<digest>.json
-        manifest.json
+        manifest.json  sealed-<hmac>-<facts>
 
 A checkpoint exists when its manifest does; everything else is a leftover. Object keys carry their
 digest, so two writers of the same step never touch each other's objects, and the conditional
@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vla_storage import manifests, tensors
 from vla_storage.checkpoint_types import (
@@ -39,11 +39,13 @@ from vla_storage.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     ObjectTooLargeError,
+    StorageError,
     TensorFormatError,
 )
 from vla_storage.manifests import Manifest, ObjectEntry
 from vla_storage.names import check_id, check_name
 from vla_storage.objects.base import Body, ObjectStore
+from vla_storage.seals import Facts, listing_seal, seal_name
 from vla_storage.tensors import Array
 
 __all__ = [
@@ -58,6 +60,14 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+
+
+class _Listed(NamedTuple):
+    key: str
+    size: int
+    etag: str
+
+
 _T = TypeVar("_T")
 
 
@@ -110,17 +120,32 @@ class CheckpointStore:
             self._verify_head(ref, entry)
         if guard is not None:
             guard()
+        text = manifests.serialize(manifest, self.signing_key)
         try:
-            self.objects.put(
-                prefix + MANIFEST, manifests.serialize(manifest, self.signing_key), if_absent=True
-            )
+            etag = self.objects.put(prefix + MANIFEST, text, if_absent=True)
         except ObjectExistsError:
             # Either a twin of this process won, or a retried request met its own first try.
             if not self._is_published(ref, manifest):
                 raise
             return self.manifest(ref.id)
         self._reach("checkpoint.manifest")
+        self._seal(ref, manifest, _Listed(prefix + MANIFEST, len(text), etag))
         return manifest
+
+    def _seal(self, ref: CheckpointRef, manifest: Manifest, own: _Listed) -> None:
+        """Spare audits the reading; see `vla_storage.seals`. The checkpoint is there without it."""
+        assert self.signing_key is not None
+        prefix = self.folder(ref)
+        listed = [
+            _Listed(prefix + one.relative_key, one.size, one.etag) for one in manifest.objects
+        ]
+        listed = sorted((*listed, own), key=lambda item: item.key)
+        seal = listing_seal(listed, self.signing_key, num_objects=len(listed))
+        try:
+            name = seal_name(seal, Facts.of(manifest), self.signing_key)
+            self.objects.put(prefix + name, b"")
+        except StorageError as error:
+            logger.warning("%s", error, extra={"action": "checkpoint_not_sealed"})
 
     def save(self, checkpoint: Checkpoint) -> Manifest:
         """Serialise and publish in the calling thread; see `CheckpointWriter` for training."""
@@ -259,6 +284,7 @@ class CheckpointStore:
             position=header.position,
             objects=tuple(entries),
             lineage=header.lineage,
+            canary=header.canary,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 

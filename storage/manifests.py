@@ -17,12 +17,15 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Any
 
+from vla_storage.canary import Canary
 from vla_storage.errors import InvalidKeyError, ManifestInvalidError
 from vla_storage.names import check_id, check_name
 
 __all__ = ["Lineage", "Manifest", "ManifestReason", "ObjectEntry", "parse", "serialize"]
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+_READABLE = (1, MANIFEST_VERSION)
+"""Version 1 had no canary."""
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STEP = 10**10 - 1  # ten digits in the key
 _OBJECT_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}(\.[a-z0-9]{1,16})?")
@@ -93,6 +96,7 @@ class Manifest:
     objects: tuple[ObjectEntry, ...]
     lineage: Lineage
     created: str  # ISO 8601, UTC; information only, nothing is ordered by it
+    canary: Canary | None = None  # what the policy answers to one fixed observation
     version: int = MANIFEST_VERSION
 
     @property
@@ -111,9 +115,10 @@ class Manifest:
         raise _refused(ManifestReason.MALFORMED, f"no object {name}", object=name)
 
     def content(self) -> dict[str, Any]:
-        """What two saves of the same state share: all but the time and the store's etags."""
+        """What two saves of the same state share: all but the time, the store's etags and what
+        the processor has a hand in."""
         raw = asdict(self)
-        del raw["created"]
+        del raw["created"], raw["canary"]
         for entry in raw["objects"]:
             del entry["etag"]
         return raw
@@ -134,7 +139,7 @@ def parse(data: bytes, *, tenant_id: str, signing_key: bytes | None) -> Manifest
     key); everything else is checked.
     """
     raw, signature = _envelope(data)
-    if raw.get("version") != MANIFEST_VERSION or type(raw["version"]) is not int:
+    if type(raw.get("version")) is not int or raw["version"] not in _READABLE:
         raise _refused(
             ManifestReason.VERSION,
             f"version {str(raw.get('version'))[:20]} is not readable by this release",
@@ -173,12 +178,30 @@ def _envelope(data: bytes) -> tuple[dict[str, Any], str | None]:
 
 def _build(raw: dict[str, Any]) -> Manifest:
     try:
+        if raw["version"] == 1:
+            raw = {"canary": None, **raw} if "canary" not in raw else {}
         values = _fields(Manifest, raw)
         values["objects"] = tuple(ObjectEntry(**_fields(ObjectEntry, o)) for o in raw["objects"])
         values["lineage"] = Lineage(**_fields(Lineage, raw["lineage"]))
+        values["canary"] = _canary(raw["canary"])
         return Manifest(**values)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise _refused(ManifestReason.MALFORMED, str(error)[:200]) from error
+
+
+def _canary(raw: dict[str, Any] | None) -> Canary | None:
+    if raw is None:
+        return None
+    values = _fields(Canary, raw)
+    if not _SHA256.fullmatch(values["digest"]):
+        raise ValueError("Canary.digest is no SHA-256")
+    if not all(type(number) in (int, float) for number in values["numbers"]):
+        raise ValueError("Canary.numbers has the wrong type")
+    if not all(type(size) is int for size in values["shape"]):
+        raise ValueError("Canary.shape has the wrong type")
+    values["numbers"] = tuple(map(float, values["numbers"]))
+    values["shape"] = tuple(values["shape"])
+    return Canary(**values)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -188,6 +211,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "versions": (dict,),
     "lineage": (dict,),
     "objects": (list,),
+    "canary": (dict, type(None)),
+    "environment": (dict,),
+    "numbers": (list,),
+    "shape": (list,),
 }
 
 

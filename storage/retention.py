@@ -15,6 +15,7 @@ from enum import StrEnum
 from vla_storage.checkpoints import MANIFEST, CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointError, CheckpointNotFoundError
 from vla_storage.marks import Mark, Marks, change_marks, place_of, read_marks
+from vla_storage.seals import is_seal
 
 
 class Reason(StrEnum):
@@ -269,6 +270,10 @@ def collect_leftovers(
             named.update(item.key for item in items if item.key.startswith(folder))
         else:
             named.update(folder + entry.relative_key for entry in entries)
+            named.update(
+                item.key for item in items
+                if item.key.startswith(folder) and is_seal(item.key[len(folder) :])
+            )  # fmt: skip
     limit = time.time() - older_than_s
     leftovers = [i.key for i in items if i.key not in named and i.modified <= limit]
     for key in leftovers:

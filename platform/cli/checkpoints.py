@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from vla_platform.cli.output import Format, Url, connect, emit, table_of
+from vla_platform.cli.tenants import operator
+from vla_storage.canary import Match
+from vla_storage.checkpoints import CheckpointStore
 from vla_storage.marks import Mark
 from vla_storage.retention import RetentionPlan
+
+NOT_FINITE = "not_finite"
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, keep, remove and download checkpoints.")
 
@@ -39,15 +46,73 @@ def list_checkpoints(
 
 
 @app.command()
-def verify(checkpoint: CheckpointId, url: Url = "", format: Format = "table") -> None:
-    """Read every object and compare sizes and digests."""
-    with connect(url) as platform:
-        manifest = platform.verify(checkpoint)
+def verify(
+    checkpoint: CheckpointId,
+    canary: Annotated[
+        bool, typer.Option(help="also load it and ask the policy again what it was asked at save")
+    ] = True,
+    base_model: Annotated[
+        str, typer.Option(help="a folder or hub id of the base model; default: its name")
+    ] = "",
+    tenant: Annotated[str, typer.Option(help="operators: whose it is; checks signatures")] = "",
+    var: Annotated[Path, typer.Option(help="operators: folder of the stack's state")] = Path("var"),
+    url: Url = "",
+    format: Format = "table",
+) -> None:
+    """Compare every byte with its digest, then ask the policy again what it was asked at save.
+
+    Exit status 4: the answer is another one. Needs the `worker` extra for the second part.
+    """
+    with _store(url, tenant, var) as store:
+        manifest = store.verify(checkpoint)
+        told = _ask_again(store, checkpoint, base_model) if canary else None
     rows = [
         {"object": one.name, "size_bytes": one.size, "sha256": one.sha256, "verified": True}
         for one in manifest.objects
     ]
-    emit(rows, format, table_of(rows, title=checkpoint))
+    signature = "verified" if store.signing_key is not None else "not checked: the platform's key"
+    if format == "json":
+        emit({"objects": rows, "signature": signature, "canary": told}, format, table_of([]))
+    else:
+        emit(rows, format, table_of(rows, title=checkpoint))
+        typer.echo(f"signature: {signature}")
+        if told is not None:
+            typer.echo(f"canary: {told['match']}: {told['told']}")
+    if told is not None and told["match"] in (str(Match.DIFFERENT), NOT_FINITE):
+        raise typer.Exit(4)
+
+
+@contextmanager
+def _store(url: str, tenant: str, var: Path) -> Iterator[CheckpointStore]:
+    """A tenant's own by its URL, or with the platform's key as an operator."""
+    if tenant:
+        with operator(var) as one:
+            yield CheckpointStore(
+                objects=one.objects, tenant_id=tenant, signing_key=one.signing_key
+            )
+        return
+    with connect(url) as platform:
+        yield platform.checkpoint_store
+
+
+def _ask_again(store: CheckpointStore, checkpoint: str, base_model: str) -> dict[str, Any]:
+    try:
+        from vla_platform.gpu_workers import canary, training
+    except ImportError as error:
+        return {"match": "not_run", "told": f"this environment has no worker extra ({error})"}
+    training.use_one_thread()
+    found = canary.reproduce(store, checkpoint, base_model=base_model)
+    if found.answer is None or found.comparison is None:
+        return {"match": NOT_FINITE, "told": "the policy's answer has numbers that are not finite"}
+    recorded = found.manifest.canary
+    return {
+        "match": str(found.comparison.match),
+        "told": found.comparison.told,
+        "tolerance": found.comparison.tolerance,
+        "largest_difference": found.comparison.largest,
+        "recorded": None if recorded is None else asdict(recorded),
+        "now": asdict(found.answer),
+    }
 
 
 @app.command()

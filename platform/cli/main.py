@@ -11,10 +11,21 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vla_platform.cli import audit, checkpoints, envs, runs, schedules, tenants, usage, workers
+from vla_platform.cli import (
+    audit,
+    checkpoints,
+    envs,
+    runs,
+    schedules,
+    tenants,
+    trace,
+    usage,
+    workers,
+)
 from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
 from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
+from vla_platform.stack.roles import Profile
 from vla_storage.errors import CodedError, Fault
 
 app = typer.Typer(
@@ -36,6 +47,7 @@ app.command("explain")(runs.explain)
 app.command("demos")(envs.demos)
 app.command("audit")(audit.audit)
 app.command("usage")(usage.usage)
+app.command("trace")(trace.trace)
 
 _RUN = re.compile(r"(sft|rl)-[0-9a-f]{20}")
 Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
@@ -52,9 +64,17 @@ def up(
             file_okay=False,
         ),
     ] = None,
+    profile: Annotated[
+        Profile, typer.Option(help="cluster-like: a process per duty, two GPU workers")
+    ] = Profile.LAPTOP,
     env_hosts: Annotated[
-        int, typer.Option(help="environment hosts", min=0, envvar="VLA_ENV_HOSTS")
-    ] = 1,
+        int | None,
+        typer.Option(
+            help="environment hosts; default: one per harness, two in cluster-like",
+            min=0,
+            envvar="VLA_ENV_HOSTS",
+        ),
+    ] = None,
     env_shares: Annotated[
         str, typer.Option(help="each harness's share of the hosts", envvar="VLA_ENV_SHARES")
     ] = "tabletop=1",
@@ -63,13 +83,16 @@ def up(
     """Start the platform on this machine and wait until every process is ready."""
     from vla_platform.control.environment_hosts import parse_shares
     from vla_platform.stack.operate import up as start
-    from vla_platform.stack.roles import ROLES, environment_roles
+    from vla_platform.stack.roles import environment_roles
 
+    shares = parse_shares(env_shares)
+    if env_hosts is None:
+        env_hosts = profile.hosts_per_harness * len(shares)
     roots = ":".join(str(root.resolve()) for root in dataset_root or [])
-    hosts = environment_roles(env_hosts, parse_shares(env_shares), var) if env_hosts else ()
+    hosts = environment_roles(env_hosts, shares, var) if env_hosts else ()
     info = start(
         var,
-        roles=(*ROLES, *hosts),
+        roles=(*profile.roles, *hosts),
         dataset_roots=roots,
         timeout_s=timeout_s,
         on_progress=progress_line,

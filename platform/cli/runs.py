@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from vla_platform.cli.output import Format, Url, connect, console, emit, read_spec, table_of
 from vla_platform.client import Run, RunStatus
-from vla_platform.client.report import RunReport, write_report
+from vla_platform.client.report import RunReport, evaluated_events, write_report
 
 app = typer.Typer(no_args_is_help=True, help="Watch, report, pause and cancel runs.")
 
@@ -83,7 +83,10 @@ def report(
                     policy=status.policy,
                     workload_id=run,
                     spec=found.spec(),
-                    events=found.metrics(),
+                    events=[
+                        *found.metrics(),
+                        *evaluated_events(platform.evaluations(status.policy), run),
+                    ],
                     checkpoints=checkpoints,
                     summary=_row(status),
                 )

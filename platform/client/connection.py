@@ -15,7 +15,7 @@ import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from vla_platform.broker import ingress_queue, queue
+from vla_platform.broker import MAX_ARGUMENT_BYTES, ingress_queue, queue
 from vla_platform.client.wire_errors import to_error
 from vla_platform.errors import AccessError, SpecError, UnavailableError
 from vla_storage.objects import S3ObjectStore
@@ -85,9 +85,16 @@ class Connection:
     def call(self, task: str, *, timeout_s: float, shown: str, **arguments: Any) -> Any:
         """Send one ingress task and wait for its reply.
 
+        Raises `SpecError` for more than `MAX_ARGUMENT_BYTES`, which the platform would not take.
         Sent again when half the time is over, or when the connection was lost with the request
         under way: requests are idempotent.
         """
+        size = sum(len(str(value).encode()) for value in arguments.values())
+        if size > MAX_ARGUMENT_BYTES:
+            raise SpecError(
+                f"{task} would carry {size} bytes; at most {MAX_ARGUMENT_BYTES} are taken",
+                problems=[],
+            )
         request_id = uuid.uuid4().hex
         end = time.monotonic() + timeout_s
         send_at, num_sent = 0.0, 0

@@ -22,8 +22,16 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [fmean(values[max(0, place - half) : place + half + 1]) for place in range(len(values))]
 
 
-def draw_losses(axes: Axes, title: str, *, loss: Points, heldout: Points) -> None:
-    """Training loss, raw and smoothed, and held-out points."""
+def draw_losses(
+    axes: Axes,
+    title: str,
+    *,
+    loss: Points,
+    heldout: Points,
+    evaluated: Sequence[tuple[int, float, float, float]] = (),
+) -> None:
+    """Training loss, raw and smoothed, and held-out points; on an axis of its own, evaluations as
+    (step, rate, low, high)."""
     if loss:
         steps, values = zip(*loss, strict=True)
         axes.plot(steps, values, color=_BLUE, alpha=0.3, linewidth=1, label="training, per step")
@@ -44,6 +52,16 @@ def draw_losses(axes: Axes, title: str, *, loss: Points, heldout: Points) -> Non
                 color=_ORANGE,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
             )
+    if evaluated:
+        at, rate, low, high = (np.array(column) for column in zip(*evaluated, strict=True))
+        right = axes.twinx()
+        right.errorbar(
+            at, rate, yerr=(rate - low, high - rate),
+            color=_GREEN, marker="s", markersize=5, linestyle=":", capsize=3,
+        )  # fmt: skip
+        right.set_ylabel("success, evaluated (95 %)", color=_GREEN)
+        right.set_ylim(-0.03, 1.13)
+        right.spines["top"].set_visible(False)
     if loss or heldout:
         axes.legend(frameon=False, fontsize=9)
         every = [value for _, value in (*loss, *heldout)]

@@ -23,6 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from vla_platform.client.curves import draw_losses, draw_success
+from vla_platform.control.trends import Point
 
 Event = Mapping[str, Any]
 
@@ -77,6 +78,24 @@ class RunReport:
         return bool(self.series("success_rate"))
 
 
+def evaluated_events(points: Sequence[Point], run: str) -> list[dict[str, Any]]:
+    """A run's own evaluations as events of its report."""
+    found = []
+    for one in points:
+        of, _, step = one.evaluation_id.rpartition("-")
+        if of == run and step.isdigit():
+            found.append(
+                {
+                    "kind": "evaluated",
+                    "step": int(step),
+                    "evaluated_success": one.success_rate,
+                    "evaluated_low": one.interval_low,
+                    "evaluated_high": one.interval_high,
+                }
+            )
+    return found
+
+
 @dataclass(frozen=True)
 class ReportPaths:
     html: Path
@@ -114,25 +133,26 @@ def render_curves(runs: Sequence[RunReport]) -> bytes:
     FigureCanvasAgg(figure)
     for number, run in enumerate(runs, start=1):
         axes = figure.add_subplot(rows, columns, number)
+        rates, low, high = (run.series(f"evaluated_{name}") for name in ("success", "low", "high"))
+        evaluated = [
+            (step, rate, bottom, top)
+            for (step, rate), (_, bottom), (_, top) in zip(rates, low, high, strict=True)
+        ]
         if run.by_rollouts:
-            evaluated, low, high = (
-                run.series(f"evaluated_{name}") for name in ("success", "low", "high")
-            )
             draw_success(
                 axes,
                 run.title,
                 success=run.series("success_rate"),
                 returns=run.series("mean_return"),
-                evaluated=[
-                    (step, rate, bottom, top)
-                    for (step, rate), (_, bottom), (_, top) in zip(
-                        evaluated, low, high, strict=True
-                    )
-                ],
+                evaluated=evaluated,
             )
         else:
             draw_losses(
-                axes, run.title, loss=run.series("loss"), heldout=run.series("heldout_loss")
+                axes,
+                run.title,
+                loss=run.series("loss"),
+                heldout=run.series("heldout_loss"),
+                evaluated=evaluated,
             )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, metadata={"Software": None})

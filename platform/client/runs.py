@@ -261,6 +261,14 @@ class Run:
         )
         return answer
 
+    def timeline(self, job_id: str, *, timeout_s: float = 30.0) -> list[dict[str, Any]]:
+        """The life of one training job (`job_id` of a step or update event): phases with `name,
+        begun_s, ended_s, where, note`. Raises `NotFoundError` a day after its end."""
+        answer: list[dict[str, Any]] = self._connection.call(
+            "ingress.timeline", timeout_s=timeout_s, shown=self.id, run=self.id, job_id=job_id
+        )
+        return answer
+
     def cancel(self, *, timeout_s: float = 30.0) -> WorkloadState:
         """Final. Returns the state it ended in, which may be an earlier end."""
         answer = self._connection.call(

@@ -15,6 +15,7 @@ from vla_platform.datasets import LeRobotDataset, open_dataset
 from vla_platform.datasets.locations import locate
 from vla_platform.envs.harnesses import check_request
 from vla_platform.envs.sessions import EnvironmentRequest
+from vla_platform.envs.suites import suite
 from vla_platform.errors import SpecError, UnavailableError
 from vla_platform.rl.groups import SCORE_HOOKS, SHAPE_HOOKS, find_hook
 from vla_platform.schema import Schema
@@ -26,6 +27,9 @@ from vla_storage.manifests import Manifest
 def check(services: Services, tenant: str, spec: WorkloadSpec) -> str:
     """The schema signature of a spec that can be run. Raises `SpecError`, `DatasetError`,
     `CheckpointNotFoundError`."""
+    if spec.evaluation is not None:
+        own = spec.evaluation
+        suite(own.suite, episodes=own.episodes, seed=own.seed, options=own.options)
     if isinstance(spec, SFTSpec):
         dataset = open_for(services, tenant, spec)
         schema = derive_schema(services, spec, dataset)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vla_platform import work
 from vla_platform.control import dispatch
 from vla_platform.control.services import Services
 from vla_platform.control.states import DropReason, JobState, Stage
@@ -138,7 +139,8 @@ def compute_ready(services: Services, worker: str) -> int:
             Stage.ADVANTAGES, worker, lease_s=services.settings.lease_s
         )
         if job is not None:
-            _compute(services, job)
+            with work.on_job("advantages", job):
+                _compute(services, job)
             done += 1
         elif not services.ledger.wait_for_stage(Stage.ADVANTAGES, timeout_s=0.5) and not done:
             break

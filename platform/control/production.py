@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
+from vla_platform import work
 from vla_platform.control import dispatch
 from vla_platform.control.admission import check_rl, derive_schema, open_for, split_episodes
 from vla_platform.control.leases import announced, kept_alive
@@ -29,6 +31,7 @@ from vla_platform.specs import RLSpec, SFTSpec, canonical_json
 from vla_storage.errors import CodedError, ObjectExistsError
 
 MOST_SOURCES = 16
+_log = logging.getLogger(__name__)
 ENDED = frozenset(str(state) for state in WorkloadState if is_terminal(state))
 
 
@@ -156,7 +159,10 @@ def prepare(services: Services, tenant: str, run: str) -> str:
     if services.ledger.workload(run)["prepared"] != "1":
         try:
             spec = load_spec(services, tenant, run)
-            with announced(services.ledger, run, for_s=services.settings.lease_s):
+            with (
+                work.on_run("prepare", tenant, run),
+                announced(services.ledger, run, for_s=services.settings.lease_s),
+            ):
                 if isinstance(spec, RLSpec):
                     prepared, positions, steps = _interface(services, tenant, spec)
                 else:
@@ -169,6 +175,10 @@ def prepare(services: Services, tenant: str, run: str) -> str:
         with contextlib.suppress(ObjectExistsError):
             services.objects.put(prepared_key(tenant, run), prepared.to_json(), if_absent=True)
         services.ledger.prepared(run, total_positions=positions, total_steps=steps)
+        _log.info(
+            "action=prepared tenant=%s workload=%s samples=%d steps=%d",
+            *(tenant, run, prepared.num_samples, steps),
+        )
     return admit(services, tenant, run)
 
 
@@ -233,11 +243,16 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
             sources.get(tenant, run)  # before a lease is counted: opening may take long
         while time.monotonic() < end:
             services.ledger.producing(run, for_s=lease_s)
+            asked_s = time.time()
             job = services.ledger.reserve(
                 run, lease_s=lease_s, limits=services.settings.reserve_limits()
             )
             if isinstance(job, TrainingJob):
-                with kept_alive(services.ledger, job, lease_s=lease_s, producing=True):
+                work.over("reserve", job, asked_s, time.time())
+                with (
+                    work.on_job("produce", job),
+                    kept_alive(services.ledger, job, lease_s=lease_s, producing=True),
+                ):
                     _produce_one(services, sources.get(tenant, run), job)
                 produced += 1
             elif job in PASSING_WAITS:

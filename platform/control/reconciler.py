@@ -6,7 +6,7 @@ import logging
 
 import redis
 
-from vla_platform.control import dispatch, production, schedules, usage
+from vla_platform.control import dispatch, evaluations, production, schedules, usage
 from vla_platform.control.outcomes import finish_if_through, record_outcomes
 from vla_platform.control.payload_access import restore_payload_access
 from vla_platform.control.recovery import recover_if_lost
@@ -14,6 +14,7 @@ from vla_platform.control.services import Services
 from vla_platform.control.tenant_records import TENANTS_KEY
 from vla_platform.control.tenants import restore_acls
 from vla_platform.control.training_job import Due
+from vla_platform.control.workloads import load_spec
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import StorageError
 
@@ -73,6 +74,8 @@ def settle_stranded(services: Services, run: str) -> None:
         services.ledger.publish_version(
             w["policy_key"], newest.policy_version, base_model=w["base_model"]
         )
+        spec = load_spec(services, w["tenant"], run)
+        evaluations.begin_if_due(services, w["tenant"], run, spec, newest)
     services.ledger.fall_back(run)
     finish_if_through(services.ledger, run)
 

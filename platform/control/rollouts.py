@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from vla_platform import work
 from vla_platform.control import dispatch
 from vla_platform.control.leases import kept_alive
 from vla_platform.control.prepared import load_prepared
@@ -69,9 +70,12 @@ def produce(services: Services, tenant: str, run: str, play: Play) -> int:
     try:
         while time.monotonic() < end:
             ledger.producing(run, for_s=settings.lease_s)
+            asked_s = time.time()
             job = ledger.reserve(run, lease_s=settings.lease_s, limits=settings.reserve_limits())
             if isinstance(job, TrainingJob):
-                _roll_out(services, job, play)
+                work.over("reserve", job, asked_s, time.time())
+                with work.on_job("rollout", job):
+                    _roll_out(services, job, play)
                 produced += 1
             elif job in PASSING_WAITS:
                 ledger.wait_for_room(run, timeout_s=0.5)

@@ -2,7 +2,6 @@
 
     <tenant>/schedules/<name>.json     what was asked for (`EvaluationSchedule`): the truth
     vla:t:<tenant>:schedules           hash  name -> `ScheduleState`; the tenant may read it
-    vla:t:<tenant>:evaluations         hash  evaluation id -> what runs (JSON)
     vla:schedules                      zset  <tenant>/<name> -> next_due (s)
     vla:beat:schedule:<tenant>:<name>  RedBeat's entry: a hint to look
 
@@ -13,10 +12,11 @@ schedule that cannot be read is set aside with an alert; the others go on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -25,6 +25,16 @@ import redis
 from pydantic import ValidationError
 
 from vla_platform.control import dispatch
+from vla_platform.control.evaluations import (
+    MOST_SENDS,
+    RESEND_S,
+    Outstanding,
+    asked_of,
+    checkpoint_of,
+    evaluations_key,
+    now,
+    send,
+)
 from vla_platform.control.schedule_policy import (
     Looked,
     ScheduleState,
@@ -56,37 +66,11 @@ DUE_KEY = "vla:schedules"
 WORKLOAD = "schedules"
 """Under this name a schedule's events are among a tenant's metrics."""
 MOST_PER_TENANT = 100
-RESEND_S = 900.0
-"""An evaluation of which nothing was heard for so long is sent again; it plays what is missing."""
-MOST_SENDS = 3
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outstanding:
-    """An evaluation under way."""
-
-    evaluation_id: str
-    schedule: str
-    policy: str
-    policy_version: int
-    suite: str
-    due: float
-    sent: float  # last time; seconds since the epoch, server's clock
-    num_sends: int = 1
-    checkpoint: str = ""
-
-    @classmethod
-    def from_json(cls, text: str) -> Outstanding:
-        return cls(**json.loads(text))
 
 
 def state_key(tenant: str) -> str:
     return f"vla:t:{tenant}:schedules"
-
-
-def evaluations_key(tenant: str) -> str:
-    return f"vla:t:{tenant}:evaluations"
 
 
 def schedule_key(tenant: str, name: str) -> str:
@@ -148,14 +132,14 @@ def _check_evaluation(services: Services, tenant: str, spec: EvaluationSpec) -> 
 
 def _begin(services: Services, tenant: str, schedule: EvaluationSchedule) -> None:
     client = services.ledger.client
-    now = _now(client)
+    begun_at = now(client)
     state = ScheduleState(
         name=schedule.name,
         cron=schedule.cron,
         timezone=schedule.timezone,
         overlap=schedule.overlap,
         missed=schedule.missed,
-        next_due=next_firing(schedule.cron, schedule.timezone, after=now),
+        next_due=next_firing(schedule.cron, schedule.timezone, after=begun_at),
     )
     with client.pipeline() as pipe:
         # One that is there keeps its phase, whoever writes it again (PF-48).
@@ -176,17 +160,17 @@ def change(services: Services, tenant: str, name: str, what: str) -> dict[str, A
     if what in ("pause", "resume"):
         state, _ = _swap(
             services, tenant, name,
-            lambda s, now: Looked(
+            lambda s, at: Looked(
                 state=moved(
-                    s, now, enabled=what == "resume",
+                    s, at, enabled=what == "resume",
                     reason="" if what == "resume" else "paused by the tenant",
                 )
             ),
         )  # fmt: skip
         return {"schedule": name, "state": "enabled" if state.enabled else "paused"}
     if what == "run-now":
-        now = _now(services.ledger.client)
-        found = _fire(services, tenant, name, now, suffix=f"-{int(now % 1 * 1000):03d}")
+        at = now(services.ledger.client)
+        found = _fire(services, tenant, name, at, suffix=f"-{int(at % 1 * 1000):03d}")
         return {"schedule": name, "evaluation": found}
     raise SpecError(f"{what[:40]!r}: use pause, resume, run-now or remove", problems=[])
 
@@ -218,7 +202,7 @@ def look_at(services: Services, tenant: str, name: str) -> list[str]:
 def look_at_due(services: Services, *, most: int = 100) -> int:
     """Serve every schedule that is due, whether or not a hint came; returns how many."""
     client = services.ledger.client
-    due = client.zrangebyscore(DUE_KEY, "-inf", _now(client), start=0, num=most)
+    due = client.zrangebyscore(DUE_KEY, "-inf", now(client), start=0, num=most)
     for place in due:
         tenant, _, name = place.partition("/")
         try:
@@ -270,12 +254,15 @@ def finished(services: Services, tenant: str, evaluation_id: str, *, error: str 
     if raw is None:
         return
     known = Outstanding.from_json(raw)
-    try:
-        _, fire = _swap(
-            services, tenant, known.schedule, lambda s, now: ended(s, evaluation_id, error, now=now)
-        )
-    except (NotFoundError, ValueError):
-        fire = ()
+    fire: tuple[float, ...] = ()
+    if known.schedule:
+        with contextlib.suppress(NotFoundError, ValueError):
+            _, fire = _swap(
+                services, tenant, known.schedule,
+                lambda s, at: ended(s, evaluation_id, error, now=at),
+            )  # fmt: skip
+    elif error:
+        _log.error("action=evaluation_failed evaluation=%s reason=%s", evaluation_id, error)
     client.hdel(evaluations_key(tenant), evaluation_id)
     for at in fire:
         _fire(services, tenant, known.schedule, at)
@@ -284,11 +271,11 @@ def finished(services: Services, tenant: str, evaluation_id: str, *, error: str 
 def resend_lost(services: Services, tenant: str) -> int:
     """Send again what nothing was heard of, and give up what was sent too often."""
     client = services.ledger.client
-    now = _now(client)
+    at = now(client)
     sent = 0
     for evaluation_id, raw in client.hgetall(evaluations_key(tenant)).items():
         known = Outstanding.from_json(raw)
-        if now - known.sent < RESEND_S:
+        if at - known.sent < RESEND_S:
             continue
         archive = EvaluationArchive(services.objects, tenant, evaluation_id)
         if archive.record() is not None:
@@ -296,23 +283,14 @@ def resend_lost(services: Services, tenant: str) -> int:
         elif known.num_sends >= MOST_SENDS:
             finished(services, tenant, evaluation_id, error=f"no end after {MOST_SENDS} tries")
         else:
-            again = replace(known, sent=now, num_sends=known.num_sends + 1)
-            client.hset(evaluations_key(tenant), evaluation_id, json.dumps(asdict(again)))
+            again = replace(known, sent=at, num_sends=known.num_sends + 1)
+            client.hset(evaluations_key(tenant), evaluation_id, again.to_json())
             try:
-                _send(services, tenant, again)
+                send(tenant, again)
                 sent += 1
             except (CodedError, ValueError) as error:
                 finished(services, tenant, evaluation_id, error=str(error))
     return sent
-
-
-def heard(services: Services, tenant: str, evaluation_id: str) -> None:
-    """An evaluation makes progress."""
-    client = services.ledger.client
-    raw = client.hget(evaluations_key(tenant), evaluation_id)
-    if raw is not None:
-        known = replace(Outstanding.from_json(raw), sent=_now(client))
-        client.hset(evaluations_key(tenant), evaluation_id, json.dumps(asdict(known)))
 
 
 def restore(services: Services, tenant: str) -> int:
@@ -349,7 +327,7 @@ def _fire(services: Services, tenant: str, name: str, at: float, *, suffix: str 
             raise
         reason = str(error)[:500]
         _swap(
-            services, tenant, name, lambda s, now: Looked(state=failed(s, at, reason))
+            services, tenant, name, lambda s, _: Looked(state=failed(s, at, reason))
         )  # fmt: skip
         return None
     known = Outstanding(
@@ -359,15 +337,16 @@ def _fire(services: Services, tenant: str, name: str, at: float, *, suffix: str 
         policy_version=version,
         suite=spec.suite,
         due=at,
-        sent=_now(client),
+        sent=now(client),
         checkpoint=checkpoint,
+        asked=asked_of(spec),
     )
-    client.hset(evaluations_key(tenant), evaluation_id, json.dumps(asdict(known)))
+    client.hset(evaluations_key(tenant), evaluation_id, known.to_json())
     _swap(
         services, tenant, name,
-        lambda s, now: Looked(state=begun(s, evaluation_id, at)),
+        lambda s, _: Looked(state=begun(s, evaluation_id, at)),
     )  # fmt: skip
-    _send(services, tenant, known)
+    send(tenant, known)
     values = {
         "schedule": name, "state": "fired", "evaluation": evaluation_id,
         "policy_version": version, "late_s": round(max(0.0, known.sent - at), 3),
@@ -376,26 +355,8 @@ def _fire(services: Services, tenant: str, name: str, at: float, *, suffix: str 
     return evaluation_id
 
 
-def _send(services: Services, tenant: str, known: Outstanding) -> None:
-    spec = _load(services, tenant, known.schedule).evaluation
-    dispatch.evaluate(
-        suite_name=spec.suite,
-        evaluation_id=known.evaluation_id,
-        tenant=tenant,
-        policy_key=f"{tenant}/{spec.policy}",
-        version=known.policy_version,
-        policy="inference",
-        episodes=spec.episodes,
-        seed=spec.seed,
-        options=dict(spec.options),
-        num_envs=spec.num_envs,
-        execute_steps=spec.execute_steps,
-        num_videos=spec.videos,
-    )
-
-
 def _resolve(services: Services, tenant: str, spec: EvaluationSpec) -> tuple[int, str]:
-    """The version that this evaluation holds on to, and its checkpoint where one is named."""
+    """The version that this evaluation holds on to, and the checkpoint that it is of."""
     if spec.checkpoint is not None:
         manifest = _checkpoints(services, tenant).manifest(spec.checkpoint)
         return manifest.policy_version, spec.checkpoint
@@ -406,7 +367,7 @@ def _resolve(services: Services, tenant: str, spec: EvaluationSpec) -> tuple[int
         raise NotFoundError(
             f"policy {spec.policy} has no published version yet", policy_key=spec.policy
         )
-    return version, ""
+    return version, checkpoint_of(_checkpoints(services, tenant), spec.policy, version)
 
 
 def _load(services: Services, tenant: str, name: str) -> EvaluationSchedule:
@@ -438,7 +399,7 @@ def _swap(
                 pipe.unwatch()
                 raise NotFoundError(f"no schedule {name}", schedule=name)
             state = ScheduleState.from_json(raw)
-            looked = step(state, _now(client))
+            looked = step(state, now(client))
             pipe.multi()
             pipe.hset(key, name, looked.state.to_json())
             if looked.state.enabled:
@@ -456,8 +417,3 @@ def _checkpoints(services: Services, tenant: str) -> CheckpointStore:
     return CheckpointStore(
         objects=services.objects, tenant_id=tenant, signing_key=services.signing_key
     )
-
-
-def _now(client: Any) -> float:
-    seconds, microseconds = client.time()
-    return float(seconds) + float(microseconds) / 1e6

@@ -23,7 +23,7 @@ class GateStep(bootsteps.StartStopStep):  # type: ignore[misc]
         settings = services().settings
         check_celery(parent.app)
         check_clock(services().ledger.client)
-        if settings.role != "control":
+        if not settings.is_a("control"):
             return  # the services themselves are probed once, by the worker that admits work
         check_control_redis(settings.redis_url)
         for url in settings.payload_url.split(","):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from dataclasses import replace
 from typing import Any
 
+from vla_platform import work
 from vla_platform.control import admission, dispatch, usage
 from vla_platform.control.ledger import workload_id
 from vla_platform.control.maintenance import refuse_in_maintenance
@@ -29,6 +31,7 @@ from vla_platform.specs import (
 )
 from vla_storage.errors import ObjectExistsError, ObjectNotFoundError
 
+_log = logging.getLogger(__name__)
 BATCH_LEASE_S = 600.0
 """How long a tenant may take to make the samples of a batch that it has reserved."""
 
@@ -46,6 +49,13 @@ def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
         # An id that was returned once is returned again, whatever became of the data since.
         if services.ledger.workload(run)["spec_digest"] == digest:
             return run
+    with work.on_run("submit", tenant, run):
+        return _take(services, tenant, run, spec, content=content, key=key)
+
+
+def _take(
+    services: Services, tenant: str, run: str, spec: WorkloadSpec, *, content: bytes, key: str
+) -> str:
     refuse_in_maintenance(services.ledger.client)
     usage.check_budget(services, read_tenant(services.objects, tenant))
     signature = admission.check(services, tenant, spec)
@@ -65,6 +75,7 @@ def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
         services.objects.delete(spec_key(tenant, run))  # a refused spec must not be recovered
         raise
     if is_new:
+        _log.info("action=submitted policy=%s kind=%s", spec.policy, spec.kind)
         dispatch.prepare(tenant, run)
     return run
 
@@ -82,6 +93,7 @@ def ledger_fields(
         "base_model": spec.base_model,
         "schema_signature": schema_signature,
         "spec_digest": hashlib.sha256(content).hexdigest(),
+        "init_from": spec.init_from or "",
         "priority": spec.priority,
         "max_in_flight": spec.limits.max_in_flight,
         "max_seconds": spec.limits.max_seconds or 0,

@@ -18,6 +18,7 @@ from vla_platform.gpu_workers.feature_cache import FeatureCache
 from vla_platform.gpu_workers.runner import TrainingRunner
 from vla_platform.gpu_workers.serving import InferenceServer
 from vla_platform.gpu_workers.training import TrainingModelService, use_one_thread
+from vla_platform.gpu_workers.utilisation import UtilisationReport
 
 _log = logging.getLogger(__name__)
 _runners: dict[str, TrainingRunner] = {}
@@ -47,6 +48,9 @@ class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
             use_one_thread()
         services().ledger.load()
         turns = DeviceTurns()  # one device, whatever is on it
+        self._report = UtilisationReport(
+            services(), turns, functools.partial(_state_of, str(parent.hostname), device)
+        )
         for name, source in settings.served_models().items():
             backbone = Backbone.load(source, device=device)
             if settings.does("training"):
@@ -69,12 +73,24 @@ class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
                 )
                 _servers[name].start()
             _log.info("action=base_model_loaded name=%s digest=%s", name, backbone.digest)
+        self._report.start()
 
     def stop(self, parent: Any) -> None:
+        self._report.stop()
         for server in _servers.values():
             server.stop()
         for one in _runners.values():
             one.close()
+
+
+def _state_of(worker: str, device: str) -> dict[str, str | int]:
+    return {
+        "worker": worker,
+        "trainers": ",".join(one.worker for one in _runners.values()),
+        "base_models": ",".join({*_runners, *_servers}),
+        "device": device,
+        "slots": sum(one.num_slots for one in _runners.values()),
+    }
 
 
 def _dispatch(parent: Any, kind: str, **fields: Any) -> None:

@@ -11,10 +11,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from enum import StrEnum
 
 import torch
 
 DEFAULT_PATIENCE_S = 0.25
+
+
+class Turn(StrEnum):
+    TRAINING = "training"
+    INFERENCE = "inference"
 
 
 class DeviceTurns:
@@ -24,7 +30,17 @@ class DeviceTurns:
         self._busy = False
         self._inference_waits = 0
         self._training_since: float | None = None  # when training began to wait
-        self._part_since: float | None = None  # when the running part of training began
+        self._turn: tuple[Turn, float] | None = None  # whose it is, and since when
+        self._busy_s = dict.fromkeys(Turn, 0.0)
+
+    def busy_s(self) -> dict[Turn, float]:
+        """Seconds that each had the device so far, up to now."""
+        with self._changed:
+            found = dict(self._busy_s)
+            if self._turn is not None:
+                turn, since = self._turn
+                found[turn] += time.monotonic() - since
+            return found
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -32,7 +48,7 @@ class DeviceTurns:
             self._inference_waits += 1
             self._changed.wait_for(lambda: not self._busy and not self._training_is_due())
             self._inference_waits -= 1
-            self._busy = True
+            self._take(Turn.INFERENCE)
         try:
             yield
         finally:
@@ -44,21 +60,23 @@ class DeviceTurns:
         try:
             yield
         finally:
-            self._part_since = None
             self._release()
 
     def pause(self) -> None:
         """Within `training`, between its parts: let inference that waits go in between."""
-        self._part_since = time.monotonic()
         if self._inference_waits:
             self._release()
             self._begin_training()
+        else:
+            with self._changed:
+                self._count()
+                self._take(Turn.TRAINING)
 
     @property
     def training_part_s(self) -> float:
         """How long the present part of training has had the device; 0 where none has."""
-        since = self._part_since
-        return 0.0 if since is None else time.monotonic() - since
+        turn, since = self._turn or (Turn.INFERENCE, 0.0)
+        return time.monotonic() - since if turn is Turn.TRAINING else 0.0
 
     def _begin_training(self) -> None:
         with self._changed:
@@ -66,8 +84,11 @@ class DeviceTurns:
             while self._busy or (self._inference_waits and not self._training_is_due()):
                 self._changed.wait(self._patience_s)
             self._training_since = None
-            self._busy = True
-            self._part_since = time.monotonic()
+            self._take(Turn.TRAINING)
+
+    def _take(self, turn: Turn) -> None:
+        self._busy = True
+        self._turn = (turn, time.monotonic())
 
     def _training_is_due(self) -> bool:
         since = self._training_since
@@ -75,8 +96,14 @@ class DeviceTurns:
 
     def _release(self) -> None:
         with self._changed:
-            self._busy = False
+            self._count()
+            self._busy, self._turn = False, None
             self._changed.notify_all()
+
+    def _count(self) -> None:
+        if self._turn is not None:
+            turn, since = self._turn
+            self._busy_s[turn] += time.monotonic() - since
 
 
 def is_alive(device: torch.device) -> bool:

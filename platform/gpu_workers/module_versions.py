@@ -19,10 +19,8 @@ import torch
 
 from vla_platform.errors import ModuleLoadError
 from vla_platform.gpu_workers.action_modules.base import ActionModule
-from vla_platform.gpu_workers.action_modules.build import build_action_module
-from vla_platform.gpu_workers.action_modules.stochastic import trained_by_rl
 from vla_platform.gpu_workers.module_source import ModuleSource, Wanted
-from vla_platform.gpu_workers.weights import ModuleMeta, Weights
+from vla_platform.gpu_workers.weights import ModuleMeta, Weights, module_of
 from vla_platform.specs import canonical_json
 
 CURRENT_TTL_S = 0.5
@@ -209,27 +207,7 @@ class ModuleVersions:
                 f"{policy_key} was trained on another base model than this worker has",
                 policy_key=policy_key,
             )
-        module = build_action_module(
-            meta.action_module,
-            meta.schema,
-            feature_dim=self._feature_dim,
-            seed=0,
-            normalization=meta.normalization,
-            state_statistics=None,
-            action_statistics=None,
-            rl=True,
-        )
-        try:
-            tensors = {k: torch.tensor(v) for k, v in weights.tensors.items()}
-            if not trained_by_rl(tensors):
-                tensors |= {k: v for k, v in module.state_dict().items() if trained_by_rl([k])}
-            module.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise ModuleLoadError(
-                f"the weights of {policy_key} do not fit its module: {error}",
-                policy_key=policy_key,
-            ) from error
-        module.eval().requires_grad_(False)
+        module = module_of(weights, feature_dim=self._feature_dim, name=policy_key)
         return MountedModule(
             policy_key=policy_key,
             version=weights.version,

@@ -11,6 +11,8 @@ from concurrent.futures import Future
 
 import torch
 
+from vla_platform import work
+from vla_platform.control import evaluations
 from vla_platform.control.outcomes import finish_if_through
 from vla_platform.control.prepared import Prepared
 from vla_platform.control.services import Services
@@ -19,7 +21,8 @@ from vla_platform.errors import LeaseLostError
 from vla_platform.failpoints import Failpoint, reach, reach_in_storage
 from vla_platform.gpu_workers.slots import Slot
 from vla_platform.metrics.events import Event
-from vla_platform.specs import CheckpointSpec, WorkloadSpec
+from vla_platform.specs import WorkloadSpec
+from vla_storage.canary import Canary
 from vla_storage.checkpoint_types import Checkpoint, CheckpointHeader
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.manifests import Lineage, Manifest
@@ -60,7 +63,7 @@ class CheckpointPublisher:
     def __init__(self, services: Services, distrust: Callable[[str], None]) -> None:
         self._services = services
         self._distrust = distrust
-        self._rules: dict[str, CheckpointSpec] = {}  # by workload
+        self._specs: dict[str, WorkloadSpec] = {}  # by workload
         self._writer = CheckpointWriter(
             services.settings.var / "staging", on_published=self._on_published
         )
@@ -73,7 +76,15 @@ class CheckpointPublisher:
             failpoint=reach_in_storage,
         )
 
-    def save(self, slot: Slot, mounted: Mounted, job: TrainingJob, *, position: int) -> None:
+    def save(
+        self,
+        slot: Slot,
+        mounted: Mounted,
+        job: TrainingJob,
+        *,
+        position: int,
+        canary: Canary | None,
+    ) -> None:
         """Stage the slot as it is now; returns before anything is uploaded."""
         state = slot.state()
         prepared = mounted.prepared
@@ -94,16 +105,17 @@ class CheckpointPublisher:
                     "vla-platform": importlib.metadata.version("vla-platform"),
                 },
             ),
+            canary=canary,
         )
         checkpoint = Checkpoint(
             header=header, module=state.module, optimizer=state.optimizer, state=state.scalars
         )
-        self._rules[job.workload] = mounted.spec.checkpoint
+        self._specs[job.workload] = mounted.spec
         saving = self._writer.save(
             self.store(job.tenant_id), checkpoint, guard=lambda: self._still_ours(job)
         )
         reach(Failpoint.STAGE_DONE)
-        saving.add_done_callback(functools.partial(self._saved, job))
+        saving.add_done_callback(functools.partial(self._saved, job, time.time()))
         mounted.saved_step = slot.step
         mounted.parent = f"{header.policy}/{header.workload_id}/{header.step}"
 
@@ -116,7 +128,8 @@ class CheckpointPublisher:
         if not self._services.ledger.owns_slot(job):
             raise LeaseLostError(f"{job.workload} is not ours any more: nothing is published")
 
-    def _saved(self, job: TrainingJob, saving: Future[Manifest]) -> None:
+    def _saved(self, job: TrainingJob, staged_s: float, saving: Future[Manifest]) -> None:
+        work.over("publish", job, staged_s, time.time())
         error = saving.exception()
         if error is not None and not isinstance(error, LeaseLostError):
             _log.error("action=checkpoint_failed workload=%s reason=%s", job.workload, error)
@@ -145,13 +158,17 @@ class CheckpointPublisher:
         self._services.emitter.emit(
             Event(tenant=store.tenant_id, workload=run, kind="checkpoint", values=values)
         )
-        rules = self._rules[run]
+        spec = self._specs[run]
+        evaluations.begin_if_due(self._services, store.tenant_id, run, spec, manifest)
+        rules = spec.checkpoint
         apply_retention(
             store,
             manifest.policy,
             keep_last=rules.keep_last,
+            keep_best=rules.keep_best,
             milestone_every=rules.milestone_every or 0,
             workload_id=run,
+            protect=evaluations.in_use(ledger.client, store.tenant_id),
         )
         if finish_if_through(ledger, run):
-            del self._rules[run]
+            del self._specs[run]

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from vla_platform.control import dispatch
+from vla_platform import tracing, work
+from vla_platform.control import dispatch, evaluations
 from vla_platform.control.leases import kept_alive
 from vla_platform.control.outcomes import finish_if_through
 from vla_platform.control.plan import Domain
@@ -28,6 +29,7 @@ from vla_platform.control.training_job import Progress, TrainingJob
 from vla_platform.control.workloads import load_spec
 from vla_platform.errors import LedgerError, UnsoundWorkerError
 from vla_platform.failpoints import Failpoint, reach
+from vla_platform.gpu_workers.canary import CanaryProbe
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
 from vla_platform.gpu_workers.rollout_training import MISFITS, RolloutTraining, misfit
@@ -72,8 +74,13 @@ class TrainingRunner:
         self._closed = threading.Event()
         self._training = threading.Lock()  # held while a slice trains
         self._publisher = CheckpointPublisher(services, self._distrusted.put)
+        self._canary = CanaryProbe(service.backbone)
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._mounted)
 
     def drain(self) -> dict[str, Any]:
         """Train what is ready, for one slice. Returns counts for whoever watches."""
@@ -135,42 +142,54 @@ class TrainingRunner:
     def _train(self, jobs: list[TrainingJob]) -> int:
         ready: list[tuple[TrainingJob, TrainItem]] = []
         rollouts: list[tuple[TrainingJob, dict[str, Any]]] = []
+        leased_s = time.time()
         for job in jobs:
-            try:
-                if not self._hold(job):
-                    continue
-                if job.task_type == "rl":
-                    rollouts.append((job, self._rollouts.fetch(job)))
-                    continue
-                item = self._fetch(job)
-            except LedgerError as error:
-                _log.warning("action=job_dropped job=%s reason=%s", job.job_id, error)
-                self._forget(job.policy_key)
-            except MISFITS as error:
-                self._service.check_device(error)
-                self._fail(job, misfit(job, error))
-            except CodedError as error:
-                if error.retryable:
-                    self._postpone(job, error)
-                else:
-                    self._fail(job, error)
-            else:
-                if item is not None:
-                    ready.append((job, item))
+            work.over("queue_wait", job, leased_s - job.queue_wait_ms / 1000, leased_s)
+            with work.on_job("fetch", job):
+                found = self._prepare(job)
+            if isinstance(found, TrainItem):
+                ready.append((job, found))
+            elif found is not None:
+                rollouts.append((job, found))
         train = [pair for pair in ready if pair[0].domain == Domain.TRAIN]
+        begun_s = time.time()
         with self._turns.training():
             reach(Failpoint.BEFORE_STEP)
             outcomes = self._service.train_group([item for _, item in train])
+        for job, _ in train:
+            work.over("train", job, begun_s, time.time(), group=self._group, group_size=len(train))
         reach(Failpoint.AFTER_STEP)
         done = 0
         for job, rollout in rollouts:  # ready updates of RL go first; each costs no shared forward
-            done += self._settle(job, self._rollouts.update(job, rollout), kind="update")
+            with work.on_job("update", job):
+                updated = self._rollouts.update(job, rollout)
+            done += self._settle(job, updated, kind="update")
         for (job, _), outcome in zip(train, outcomes, strict=True):
             done += self._settle(job, outcome, kind="step")
         for job, item in ready:
             if job.domain == Domain.HELDOUT:
                 done += self._settle(job, self._heldout(item), kind="heldout")
         return done
+
+    def _prepare(self, job: TrainingJob) -> TrainItem | dict[str, Any] | None:
+        """A leased job's policy in its slot, and its data: an item of a group, or the columns of a
+        rollout. None: it is dropped, failed or postponed, and that is on record."""
+        try:
+            if not self._hold(job):
+                return None
+            return self._rollouts.fetch(job) if job.task_type == "rl" else self._fetch(job)
+        except LedgerError as error:
+            _log.warning("action=job_dropped job=%s reason=%s", job.job_id, error)
+            self._forget(job.policy_key)
+        except MISFITS as error:
+            self._service.check_device(error)
+            self._fail(job, misfit(job, error))
+        except CodedError as error:
+            if error.retryable:
+                self._postpone(job, error)
+            else:
+                self._fail(job, error)
+        return None
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Warm shutdown: what was trained since the last checkpoint is saved, slots go back.
@@ -197,7 +216,7 @@ class TrainingRunner:
                 run["state"] in ("running", "paused")
                 and int(run["step"]) == slot.step > mounted.saved_step
             ):
-                self._publisher.save(slot, mounted, mounted.last_job, position=int(run["position"]))
+                self._save(slot, mounted, mounted.last_job, position=int(run["position"]))
 
     def _hold(self, job: TrainingJob) -> bool:
         """Have the job's policy in its slot. False: the job will come again."""
@@ -229,7 +248,10 @@ class TrainingRunner:
         """False: it was postponed."""
         ledger = self._services.ledger
         try:
-            with kept_alive(ledger, job, lease_s=self._services.settings.lease_s):
+            with (
+                work.on_job("actor_forward", job),
+                kept_alive(ledger, job, lease_s=self._services.settings.lease_s),
+            ):
                 self._rollouts.forward_actor(job, lambda: self._actor(job))
             if ledger.mark(job, JobState.NEEDS_ADVANTAGES):
                 dispatch.stage(Stage.ADVANTAGES, job.base_model)
@@ -289,12 +311,15 @@ class TrainingRunner:
             self._services.ledger.checkpointed(
                 job.workload, position=position, checkpoint=parent, step=step
             )
+            evaluations.begin_if_due(self._services, tenant, job.workload, spec, found.manifest)
         else:
             params = store.load(spec.init_from).module if spec.init_from else None
             slot = self._service.mount(config, params=params)
             slot.policy_version = job.base_version
         self._mounted[job.policy_key] = Mounted(spec, prepared, job, parent=parent, saved_step=step)
-        _log.info("action=slot_mounted policy=%s step=%d", job.policy_key, step)
+        _log.info(
+            "action=slot_mounted policy=%s step=%d worker=%s", job.policy_key, step, self.worker
+        )
         rewound = self._services.ledger.rewind(job, position=position, step=step)
         if rewound:
             finish_if_through(self._services.ledger, job.workload)
@@ -332,6 +357,22 @@ class TrainingRunner:
         *,
         kind: str,
     ) -> int:
+        with work.on_job("settle", job):
+            done = self._record(job, outcome, kind=kind)
+        if done and tracing.is_on():
+            created_ms = int(self._services.ledger.descriptor(job.job_id)["created"])
+            tracing.root(
+                job.job_id, created_ms / 1000, time.time(), kind=kind, **work.attributes_of(job)
+            )
+        return done
+
+    def _record(
+        self,
+        job: TrainingJob,
+        outcome: TrainResult | PolicyResult | dict[str, Any] | CodedError,
+        *,
+        kind: str,
+    ) -> int:
         if isinstance(outcome, CodedError):
             self._fail(job, outcome)
             return 0
@@ -339,6 +380,9 @@ class TrainingRunner:
         values = {**values, "job_id": job.job_id, "position": job.position, "fence": job.fence}
         values["group"] = self._group
         values["queue_wait_ms"] = job.queue_wait_ms
+        if isinstance(outcome, PolicyResult):
+            # The versions between the one that acted in the rollout and the one that is updated.
+            values["staleness"] = outcome.policy_version - 1 - job.behavior_policy_version
         if isinstance(outcome, TrainResult):
             values["samples_per_s"] = self._rate(job.policy_key, outcome.samples)
         try:
@@ -372,11 +416,21 @@ class TrainingRunner:
         slot = self._service.slot(job.policy_key)
         every = mounted.spec.checkpoint.every_steps or DEFAULT_EVERY_STEPS
         # The last step's checkpoint is the one that is taken when the plan is through.
-        due = is_step and slot.step % every == 0 and slot.step < slot.config.total_steps
+        own = mounted.spec.evaluation
+        due = is_step and slot.step < slot.config.total_steps
+        due = due and (
+            slot.step % every == 0 or (own is not None and slot.step % own.every_updates == 0)
+        )
         if progress.through:
             self._service.backbone.verify()  # frozen means frozen: nothing of a drift is published
         if progress.through or due:
-            self._publisher.save(slot, mounted, job, position=job.position + 1)
+            self._save(slot, mounted, job, position=job.position + 1)
+
+    def _save(self, slot: Slot, mounted: Mounted, job: TrainingJob, *, position: int) -> None:
+        with work.on_job("save", job):
+            with self._turns.training():
+                canary = self._canary.ask(slot.module)
+            self._publisher.save(slot, mounted, job, position=position, canary=canary)
 
     def _drop_distrusted(self) -> None:
         """Give back the slots whose checkpoint failed: they are restored from the one before."""

@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from vla_platform.control.ledger import Ledger
 from vla_platform.errors import ModuleLoadError, NotFoundError
+from vla_platform.gpu_workers.action_modules.base import ActionModule
+from vla_platform.gpu_workers.action_modules.build import build_action_module
+from vla_platform.gpu_workers.action_modules.stochastic import trained_by_rl
 from vla_platform.gpu_workers.normalization import Normalization
 from vla_platform.gpu_workers.slots import SlotConfig
 from vla_platform.schema import Schema
@@ -77,6 +81,34 @@ class Weights:
     tensors: Tensors
     meta: ModuleMeta
     digest: str
+
+
+def module_of(weights: Weights, *, feature_dim: int, name: str) -> ActionModule:
+    """The module that a version's tensors belong in, on the CPU, for acting only.
+
+    Raises `ModuleLoadError` naming `name`, whose weights they are.
+    """
+    meta = weights.meta
+    module = build_action_module(
+        meta.action_module,
+        meta.schema,
+        feature_dim=feature_dim,
+        seed=0,
+        normalization=meta.normalization,
+        state_statistics=None,
+        action_statistics=None,
+        rl=True,
+    )
+    try:
+        state = {k: torch.tensor(v) for k, v in weights.tensors.items()}
+        if not trained_by_rl(state):
+            state |= {k: v for k, v in module.state_dict().items() if trained_by_rl([k])}
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise ModuleLoadError(
+            f"the weights of {name} do not fit its module: {error}", policy_key=name
+        ) from error
+    return module.eval().requires_grad_(False)
 
 
 def digest_of_tensors(arrays: Tensors) -> str:

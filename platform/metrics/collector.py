@@ -21,6 +21,8 @@ import redis
 from prometheus_client import Counter, Gauge, start_http_server
 
 from vla_platform.control import usage
+from vla_platform.control.gpu_reports import read_reports
+from vla_platform.logs import configure
 from vla_platform.metrics.events import PLATFORM_STREAM, Event
 from vla_platform.metrics.sinks import Sink, open_sinks
 from vla_platform.settings import load_settings
@@ -60,6 +62,8 @@ AUDITED = Gauge("vla_last_audit_seconds", "When the last audit ended, Unix time"
 WORKLOADS = Gauge("vla_workloads", "Workloads", ["state"])
 WORKERS = Gauge("vla_training_workers", "Training workers that are alive")
 ROLLOUTS = Gauge("vla_rollouts", "Rollouts whose environments step")
+STALENESS = Gauge("vla_policy_staleness", "Versions, of the last update", ["tenant", "workload"])
+BUSY = Gauge("vla_gpu_busy_share", "Of the last minute", ["worker", "work"])
 LAG = Gauge("vla_metrics_backlog", "Events that are not collected yet")
 LOST = Counter("vla_sink_errors_total", "Events that a sink did not take", ["sink"])
 READY = Gauge("vla_ready_jobs", "Training jobs that wait", ["base_model"])
@@ -137,6 +141,8 @@ def _count(tenant: str, workload: str, event: dict[str, Any]) -> None:
             FINDINGS.labels(tenant, severity).set(values[severity])
         STORED.labels(tenant).set(values["size_bytes"])
         AUDITED.labels(tenant).set(event["at"])
+    elif event["kind"] == "update" and "staleness" in values:
+        STALENESS.labels(tenant, workload).set(values["staleness"])
     if event["kind"] != "step":
         return
     STEPS.labels(tenant, workload).inc()
@@ -168,6 +174,10 @@ def measure(client: Any) -> None:
         WORKLOADS.labels(state).set(client.scard(f"vla:{state}"))
     WORKERS.set(len(workers))
     ROLLOUTS.set(client.scard("vla:rollouts"))
+    BUSY.clear()
+    for one in read_reports(client):
+        BUSY.labels(one.worker, "training").set(one.training_share)
+        BUSY.labels(one.worker, "inference").set(one.inference_share)
     groups = client.xinfo_groups(PLATFORM_STREAM)
     LAG.set(sum((group.get("lag") or 0) + group["pending"] for group in groups))
 
@@ -186,8 +196,8 @@ def forward(sinks: Sequence[Sink], entries: list[Entry]) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     settings = load_settings()
+    configure(settings.log_format, process=settings.role)
     client: Any = redis.Redis.from_url(settings.redis_url, decode_responses=True, socket_timeout=15)
     objects = S3ObjectStore(
         settings.s3_bucket,

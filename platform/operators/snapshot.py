@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vla_platform.control.environment_hosts import HostState, HostTable
+from vla_platform.control.gpu_reports import GpuReport, read_reports
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.maintenance import maintenance_reason
 from vla_platform.control.tenant_records import TENANTS_KEY
@@ -83,6 +84,8 @@ class Snapshot:
     slots: tuple[SlotRow, ...]
     bases: tuple[BaseRow, ...]
     hosts: tuple[HostState, ...]
+    gpus: tuple[GpuReport, ...]
+    staleness: Mapping[str, int]  # versions, of the newest RL update of each workload
     inference: Mapping[str, Mapping[str, Any]]  # newest numbers by base model
     training: Mapping[str, Any]  # newest step
     maintenance: str  # why nothing is taken; empty: all is
@@ -119,6 +122,7 @@ def take(
         slots=_slots(client, workers),
         bases=_bases(client, bases, workers),
         hosts=_hosts(client),
+        gpus=read_reports(client),
         **_newest(client),
         maintenance=maintenance_reason(client),
     )
@@ -208,10 +212,13 @@ def _hosts(client: Any) -> tuple[HostState, ...]:
 def _newest(client: Any) -> dict[str, Any]:
     inference: dict[str, dict[str, Any]] = {}
     training: dict[str, Any] = {}
+    staleness: dict[str, int] = {}
     for _, fields in client.xrevrange(PLATFORM_STREAM, count=_RECENT_EVENTS):
         event = json.loads(fields["event"])
         if event["kind"] == "inference":
             inference.setdefault(event["values"]["base_model"], event["values"])
         elif event["kind"] == "step" and not training:
             training = event["values"] | {"at": event["at"]}
-    return {"inference": inference, "training": training}
+        elif event["kind"] == "update" and "staleness" in event["values"]:
+            staleness.setdefault(event["workload"], event["values"]["staleness"])
+    return {"inference": inference, "training": training, "staleness": staleness}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -12,18 +11,9 @@ from vla_platform.specs.base import Float, Int, Name, Spec, Text
 from vla_platform.specs.cron import check_cron, check_timezone
 
 
-class EvaluationSpec(Spec):
-    """Success of a policy over the episodes of a suite; the policy is not changed."""
+class EpisodesSpec(Spec):
+    """What is played, and how."""
 
-    kind: Literal["evaluation"] = "evaluation"
-    version: Literal[1] = 1
-    policy: Name = Field(description="the tenant's name for the policy")
-    policy_version: Int | None = Field(
-        None, ge=0, description="default: the current one, resolved once when it begins"
-    )
-    checkpoint: str | None = Field(
-        None, min_length=1, max_length=256, description="instead: the version of a checkpoint"
-    )
     suite: str = Field(
         min_length=3, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9_./:\-]*$",
         description="an environment such as tabletop/push, or libero/libero_object",
@@ -37,6 +27,28 @@ class EvaluationSpec(Spec):
         Annotated[str, Field(max_length=64)],
         Annotated[str, Field(max_length=256)] | Int | Float | bool | None,
     ] = Field(default_factory=dict, max_length=16, description="of the environments")
+
+
+class IntervalEvaluationSpec(EpisodesSpec):
+    """Evaluations of a run by itself, each of the version that was published at that update."""
+
+    every_updates: Int = Field(
+        ge=1, le=1_000_000, description="updates between evaluations; a checkpoint is made at each"
+    )
+
+
+class EvaluationSpec(EpisodesSpec):
+    """Success of a policy over the episodes of a suite; the policy is not changed."""
+
+    kind: Literal["evaluation"] = "evaluation"
+    version: Literal[1] = 1
+    policy: Name = Field(description="the tenant's name for the policy")
+    policy_version: Int | None = Field(
+        None, ge=0, description="default: the current one, resolved once when it begins"
+    )
+    checkpoint: str | None = Field(
+        None, min_length=1, max_length=256, description="instead: the version of a checkpoint"
+    )
     description: Text | None = None
 
     @model_validator(mode="after")
@@ -87,14 +99,3 @@ class EvaluationSchedule(Spec):
     overlap: Annotated[Overlap, _enum(Overlap)] = Overlap.SKIP
     missed: Annotated[Missed, _enum(Missed)] = Missed.RUN_ONCE
     evaluation: EvaluationSpec
-
-
-def check_start(at: datetime, *, now: datetime | None = None) -> datetime:
-    """A time to begin at, in UTC: past means now. Raises `ValueError` for a time without a zone,
-    or more than four years ahead."""
-    current = now or datetime.now(UTC)
-    if at.tzinfo is None:
-        raise ValueError("give the time with its zone, such as 2026-01-01T06:00:00+00:00")
-    if at.year > current.year + 4:
-        raise ValueError("more than four years ahead")
-    return max(at.astimezone(UTC), current)

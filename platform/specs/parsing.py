@@ -143,6 +143,8 @@ def _problem(error: ErrorDetails) -> dict[str, str]:
         near = difflib.get_close_matches(location[-1], [*known_fields(), *_OTHER_NAMES], n=1)
         name = _OTHER_NAMES.get(near[0], near[0]) if near else ""
         hint = f"did you mean {name!r}?" if near else "see `vla check --schema`"
+    if error["type"] == "literal_error" and location[-1:] == ["version"]:
+        hint = "client and platform are of different releases: upgrade the older one"
     shown = "" if isinstance(value, (dict, list)) else repr(value)[:80]
     if shown and error["type"] != "extra_forbidden":
         problem = f"{problem}, got {shown}"

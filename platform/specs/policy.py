@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from vla_platform.specs.base import Float, Int, Name, Spec, Text
+from vla_platform.specs.evaluation import IntervalEvaluationSpec
 
 LogStd = Annotated[
     Float,
@@ -101,6 +102,9 @@ class CheckpointSpec(Spec):
         None, ge=1, le=1_000_000, description=f"default: {DEFAULT_EVERY_STEPS}, and at the end"
     )
     keep_last: Int = Field(3, ge=1, le=1000)
+    keep_best: Int = Field(
+        0, ge=0, le=1000, description="also those with the highest success in evaluations"
+    )
     milestone_every: Int | None = Field(
         None, ge=1, description="steps divisible by this are kept for good"
     )
@@ -122,6 +126,9 @@ class Workload(Spec):
     user_metadata: dict[
         Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]
     ] = Field(default_factory=dict, max_length=32)
+    evaluation: IntervalEvaluationSpec | None = Field(
+        None, description="evaluate on a suite every so many updates; training does not wait"
+    )
     idempotency_key: str | None = Field(
         None,
         min_length=1,

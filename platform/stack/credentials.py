@@ -19,8 +19,9 @@ def user_of(role: str) -> str:
     return f"role.{role}"
 
 
-# Roles that manage the broker's users.
-_ADMINISTRATORS = (user_of(ADMIN), user_of("control"))
+def _administers(user: str) -> bool:
+    """Whether it manages the broker's users: the operator, and every control worker."""
+    return user in (user_of(ADMIN), user_of("control")) or user.startswith(user_of("control-"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def write_acl(path: Path, users: dict[str, str]) -> None:
     lines = ["user default off"]
     for user, password in users.items():
         digest = hashlib.sha256(password.encode()).hexdigest()
-        rules = "~* &* +@all" if user in _ADMINISTRATORS else _ROLE_RULES
+        rules = "~* &* +@all" if _administers(user) else _ROLE_RULES
         lines.append(f"user {user} on #{digest} {rules}")
     if path.exists():
         ours = {"default", *users}

@@ -27,7 +27,7 @@ from vla_platform.stack import supervisor
 from vla_platform.stack.info import ProcessState, ProcessStatus, StackInfo
 from vla_platform.stack.layout import prepare, starts_file
 from vla_platform.stack.probes import is_ready
-from vla_platform.stack.roles import ROLES, Role
+from vla_platform.stack.roles import CLUSTER_LIKE, ROLES, Role
 from vla_platform.stack.sweep import sweep
 
 Progress = Callable[[str, str], None]
@@ -178,9 +178,10 @@ def logs_of_run(var: Path, run: str, *, follow: bool = False) -> Iterator[str]:
 
 
 def _time_of(line: str) -> str:
-    """Of both forms, `2026-01-01 12:00:00,000` and `[2026-01-01 12:00:00,000: INFO/...]`."""
-    stamp = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3}", line[:40])
-    return stamp.group().replace(".", ",") if stamp else ""
+    """Of all forms: `2026-01-01 12:00:00,000`, `[2026-01-01 12:00:00,000: INFO/...]`, and JSON's
+    `{"time": "2026-01-01T12:00:00.000Z"`."""
+    stamp = re.search(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[,.]\d{3}", line[:40])
+    return stamp.group().replace(".", ",").replace("T", " ") if stamp else ""
 
 
 def restart_role(var: Path, role: str, *, timeout_s: float = 120.0) -> None:
@@ -192,7 +193,7 @@ def restart_role(var: Path, role: str, *, timeout_s: float = 120.0) -> None:
     info = stack_info.load(var)
     if info is None or role not in info.roles:
         raise ConfigurationError(f"no role {role!r} here; see `vla status`")
-    known = {one.name: one for one in ROLES}
+    known = {one.name: one for one in (*ROLES, *CLUSTER_LIKE)}
     with _exclusive(var), supervisor.connect(info) as remote:
         (group,) = (raw["group"] for raw in remote.getAllProcessInfo() if raw["name"] == role)
         with suppress(xmlrpc.client.Fault):

@@ -27,6 +27,10 @@ SINGLE_THREADED = {
 }
 
 
+MOST_FLOWER_TASKS = 10_000
+"""That Flower keeps in memory; the ledger keeps what matters."""
+
+
 class Ready(StrEnum):
     """How `up` learns that a role works."""
 
@@ -72,26 +76,20 @@ def _worker(name: str, queues: str, *, concurrency: int, stop_s: float = 20.0) -
 
 def _flower(environment: dict[str, str]) -> tuple[str, ...]:
     # The password comes as FLOWER_BASIC_AUTH, not on the command line that every user can list.
-    return _celery("flower", "--address=127.0.0.1", f"--port={environment['VLA_PORT']}")
+    where = ("--address=127.0.0.1", f"--port={environment['VLA_PORT']}")
+    return _celery("flower", *where, f"--max-tasks={MOST_FLOWER_TASKS}")
 
 
-ROLES: tuple[Role, ...] = (
-    _worker("control", "control", concurrency=4),
-    _worker("sft", "sft,advantages,audit", concurrency=8),
-    _worker("gpu", "training", concurrency=1, stop_s=45.0),
-    Role(
-        name="beat",
-        command=lambda _: _celery(
-            *(
-                "beat",
-                "-S",
-                "vla_platform.control.beat.Scheduler",
-                "--loglevel",
-                "INFO",
-                "--pidfile=",
-            )
-        ),
-    ),
+def _beat(name: str) -> Role:
+    scheduler = ("-S", "vla_platform.control.beat.Scheduler")
+    return Role(
+        name=name,
+        stop_s=5.0,  # one that waits for the lock has nothing to finish
+        command=lambda _: _celery("beat", *scheduler, "--loglevel", "INFO", "--pidfile="),
+    )
+
+
+_WATCHERS = (
     Role(name="flower", command=_flower, ready=Ready.HTTP, port=True),
     Role(
         name="page",
@@ -106,6 +104,40 @@ ROLES: tuple[Role, ...] = (
         port=True,
     ),
 )
+
+ROLES: tuple[Role, ...] = (
+    _worker("control", "control", concurrency=4),
+    _worker("sft", "sft,advantages,audit", concurrency=8),
+    _worker("gpu", "training", concurrency=1, stop_s=45.0),
+    _beat("beat"),
+    *_WATCHERS,
+)
+"""As few processes as do everything: for one machine."""
+
+CLUSTER_LIKE: tuple[Role, ...] = (
+    *(_worker(f"control-{number}", "control", concurrency=4) for number in (1, 2)),
+    _worker("sft", "sft", concurrency=8),
+    _worker("advantages", "advantages", concurrency=2),
+    _worker("audit", "audit", concurrency=1),
+    *(_worker(f"gpu-{number}", "training", concurrency=1, stop_s=45.0) for number in (1, 2)),
+    *(_beat(f"beat-{number}") for number in (1, 2)),
+    *_WATCHERS,
+)
+"""A process per duty and two of what must not be missing, as a cluster has them."""
+
+
+class Profile(StrEnum):
+    LAPTOP = "laptop"
+    CLUSTER_LIKE = "cluster-like"
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return ROLES if self is Profile.LAPTOP else CLUSTER_LIKE
+
+    @property
+    def hosts_per_harness(self) -> int:
+        return 1 if self is Profile.LAPTOP else 2
+
 
 HOST_CONCURRENCY = 4
 """Rollouts and evaluations at once in one environment host."""

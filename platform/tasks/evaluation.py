@@ -7,7 +7,8 @@ from typing import Any
 
 from celery import shared_task
 
-from vla_platform.control import schedules, trends, usage
+from vla_platform import work
+from vla_platform.control import evaluations, schedules, trends, usage
 from vla_platform.control.services import services
 from vla_platform.envs.evaluation import evaluate
 from vla_platform.envs.suites import suite
@@ -36,29 +37,31 @@ def run(
     found = services()
 
     def emit(kind: str, values: dict[str, Any]) -> None:
-        schedules.heard(found, tenant, evaluation_id)
+        evaluations.heard(found, tenant, evaluation_id)
         found.emitter.emit(Event(tenant=tenant, workload=evaluation_id, kind=kind, values=values))
 
     try:
-        record = evaluate(
-            suite(suite_name, episodes=episodes, seed=seed, options=options),
-            policy_for(policy, tenant),
-            evaluation_id=evaluation_id,
-            tenant=tenant,
-            policy_key=policy_key,
-            version=version,
-            host=host(),
-            objects=found.objects,
-            num_envs=num_envs,
-            execute_steps=execute_steps,
-            num_videos=num_videos,
-            emit=emit,
-        )
+        with work.on_run("evaluation", tenant, evaluation_id):
+            record = evaluate(
+                suite(suite_name, episodes=episodes, seed=seed, options=options),
+                policy_for(policy, tenant),
+                evaluation_id=evaluation_id,
+                tenant=tenant,
+                policy_key=policy_key,
+                version=version,
+                host=host(),
+                objects=found.objects,
+                num_envs=num_envs,
+                execute_steps=execute_steps,
+                num_videos=num_videos,
+                emit=emit,
+            )
     except CodedError as error:
         if not error.retryable:
             schedules.finished(found, tenant, evaluation_id, error=str(error))
         raise
     trends.record(found, record)
+    evaluations.keep_score(found, record)
     schedules.finished(found, tenant, evaluation_id)
     client = found.ledger.client
     usage.count(

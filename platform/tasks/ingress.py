@@ -10,7 +10,15 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform.broker import INGRESS_PREFIX, tenant_of
-from vla_platform.control import environments, explanation, recovery, schedules, workloads
+from vla_platform.control import (
+    checkpoint_changes,
+    environments,
+    explanation,
+    recovery,
+    schedules,
+    timeline,
+    workloads,
+)
 from vla_platform.control.services import services
 from vla_storage.errors import CodedError
 
@@ -51,6 +59,15 @@ def explain(self: Task, request_id: str, run: str) -> None:
     _answer(self, request_id, explained)
 
 
+@shared_task(name="ingress.timeline", bind=True)
+def job_timeline(self: Task, request_id: str, run: str, job_id: str) -> None:
+    def told(tenant: str) -> list[dict[str, Any]]:
+        workloads.check_owner(services(), tenant, run)
+        return [asdict(one) for one in timeline.of_job(services().ledger, run, job_id)]
+
+    _answer(self, request_id, told)
+
+
 @shared_task(name="ingress.open_environment", bind=True)
 def open_environment(self: Task, request_id: str, environment: str) -> None:
     _answer(
@@ -83,6 +100,11 @@ def submit_batch(
         request_id,
         lambda tenant: workloads.submit_batch(services(), tenant, run, job_id, fence, samples),
     )
+
+
+@shared_task(name="ingress.change_checkpoints", bind=True)
+def change_checkpoints(self: Task, request_id: str, change: str) -> None:
+    _answer(self, request_id, lambda tenant: checkpoint_changes.change(services(), tenant, change))
 
 
 @shared_task(name="ingress.schedule", bind=True)

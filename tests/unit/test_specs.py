@@ -177,3 +177,21 @@ def test_the_signature_ignores_key_order_and_process():
 def test_the_signature_tells_interfaces_apart(field: str, value: object):
     other = Schema.from_dict(SCHEMA | {field: value})
     assert Schema.from_dict(dict(SCHEMA)).signature != other.signature
+
+
+def test_a_run_may_evaluate_itself() -> None:
+    spec = parse_spec(
+        {
+            "kind": "sft", "policy": "p", "steps": 10, "dataset": {"path": "x"},
+            "evaluation": {"every_updates": 5, "suite": "tabletop/reach"},
+        }
+    )  # fmt: skip
+    assert spec.evaluation is not None
+    assert (spec.evaluation.every_updates, spec.evaluation.episodes) == (5, 20)
+    for wrong in ({"every_updates": 0}, {"suite": "../x"}, {"policy": "p"}):
+        raw = {"every_updates": 5, "suite": "tabletop/reach", **wrong}
+        with pytest.raises(SpecError):
+            parse_spec(
+                {"kind": "sft", "policy": "p", "steps": 10, "dataset": {"path": "x"},
+                 "evaluation": raw}
+            )  # fmt: skip

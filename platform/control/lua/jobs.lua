@@ -129,13 +129,15 @@ local function mark(_, args)
   if not allowed(j.lifecycle, j.state, state) then
     return refuse('ILLEGAL', job_id .. ': ' .. j.state .. ' -> ' .. state)
   end
-  local flat = {'state', state, 'attempt', 0, 'lease_owner', '', 'lease_expires', 0}
+  local at = now_ms()
+  local flat = {'state', state, 'attempt', 0, 'lease_owner', '', 'lease_expires', 0,
+    'at:' .. state, at}
   for name, value in pairs(cjson.decode(args[4])) do
     flat[#flat + 1] = name; flat[#flat + 1] = tostring(value)
   end
   if state == 'ready' then
     j.ready_seq = redis.call('INCR', 'vla:seq:ready')
-    for _, value in ipairs({'ready_seq', j.ready_seq, 'ready', now_ms()}) do
+    for _, value in ipairs({'ready_seq', j.ready_seq, 'ready', at}) do
       flat[#flat + 1] = value
     end
   end
@@ -145,7 +147,7 @@ local function mark(_, args)
     redis.call('ZADD', 'vla:w:' .. j.workload .. ':jobs', '+inf', job_id)
     if j.task_type == 'rl' then
       local began = tonumber(redis.call('HGET', key, 'created'))
-      use(j.tenant_id, j.policy_key, j.workload, {simulator_s = (now_ms() - began) / 1000})
+      use(j.tenant_id, j.policy_key, j.workload, {simulator_s = (at - began) / 1000})
     end
   end
   if state ~= 'ready' then
@@ -178,7 +180,7 @@ local function lease_stage(_, args)
     else
       redis.call('HINCRBY', key, 'fence', 1)
       redis.call('HSET', key, 'state', 'computing_' .. stage, 'lease_owner', worker,
-        'lease_expires', at + lease_ms)
+        'lease_expires', at + lease_ms, 'at:computing_' .. stage, at)
       redis.call('ZADD', 'vla:leases', at + lease_ms, job_id)
       return cjson.encode(hash(key))
     end

@@ -15,8 +15,10 @@ import pytest
 import uvicorn
 
 from vla_platform.control import maintenance
+from vla_platform.control.gpu_reports import GpuReport, keep_report
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.states import JobState
+from vla_platform.metrics.events import Emitter, Event
 from vla_platform.operators.page import create_page
 from vla_platform.operators.snapshot import PAGE_SIZE, take
 from vla_platform.stack.credentials import write_acl
@@ -106,6 +108,29 @@ def test_it_tells_what_the_ledger_says(url: str, ledger: Ledger) -> None:
         maintenance.end(ledger.client)
         assert shown.headers["x-frame-options"] == "DENY"
     assert httpx.get(f"{url}/healthcheck").text == "ok"
+
+
+def test_it_tells_how_busy_devices_are_and_how_stale_samples(url: str, ledger: Ledger) -> None:
+    start(ledger, "run-1")
+    report = GpuReport(
+        worker="gpu-1@host", trainers="gpu-x", base_models="tiny", device="cpu",
+        training_share=0.5, inference_share=0.25, slots=3,
+    )  # fmt: skip
+    keep_report(ledger.client, report)
+    emitter = Emitter(ledger.client)
+    for staleness in (0, 2):
+        values = {"staleness": staleness}
+        emitter.emit(Event(tenant="a", workload="run-1", kind="update", values=values))
+    emitter.close()
+    now = take(ledger)
+    assert (report,) == now.gpus
+    assert now.staleness == {"run-1": 2}
+    text = httpx.get(url, auth=(USER, PASSWORD)).text
+    assert (
+        "<td>gpu-1@host</td><td>cpu</td><td>tiny</td><td>3</td><td>50 %</td><td>25 %</td>" in text
+    )
+    ledger.client.delete("vla:gpu:gpu-1@host")  # as its expiry does
+    assert take(ledger).gpus == ()
 
 
 def test_a_page_is_a_page_however_many_workloads_there_are(ledger: Ledger) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,8 +19,14 @@ import pytest
 
 from vla_platform.stack.servers import S3Address
 from vla_storage.checkpoints import Checkpoint, CheckpointStore
-from vla_storage.errors import ObjectNotFoundError, StorageError, StorageUnavailableError
+from vla_storage.errors import (
+    ObjectNotFoundError,
+    StorageAccessError,
+    StorageError,
+    StorageUnavailableError,
+)
 from vla_storage.objects import S3ObjectStore
+from vla_storage.objects.s3 import s3_client
 from vla_storage.retention import collect_leftovers
 from vla_storage.staging import CheckpointWriter
 
@@ -111,7 +119,7 @@ def test_f55_pf20_killed_after_object_k_nothing_is_visible_and_the_previous_resu
 
     restored = store.restore("reach", "w1")
     assert restored is not None
-    assert (restored.manifest.step, nth) == (200, len(list(objects.list("a/"))) - 4)
+    assert (restored.manifest.step, nth) == (200, len(list(objects.list("a/"))) - 5)
 
     # The next process clears the dead one's staging; publishing the step again succeeds.
     assert list(tmp_path.glob("staging-*")) != []
@@ -120,7 +128,7 @@ def test_f55_pf20_killed_after_object_k_nothing_is_visible_and_the_previous_resu
     assert successor.close(30)
     assert list(tmp_path.glob("staging-*")) == []
     assert collect_leftovers(store, "reach", older_than_s=-60.0) == []
-    assert len(list(objects.list("a/"))) == 8
+    assert len(list(objects.list("a/"))) == 10
 
 
 def test_f55_leftovers_of_other_content_are_collected(
@@ -228,7 +236,7 @@ def test_f62_what_changes_behind_our_back_is_noticed(
     store: CheckpointStore, objects: S3ObjectStore, make_checkpoint: Make
 ) -> None:
     store.save(make_checkpoint(1))
-    for key in [item.key for item in objects.list("a/")]:
+    for key in [item.key for item in objects.list("a/") if item.size]:  # a seal is a name only
         content = objects.get(key)
         objects.put(key, content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(StorageError) as caught:
@@ -236,3 +244,84 @@ def test_f62_what_changes_behind_our_back_is_noticed(
         assert caught.value.code in {"checkpoint_corrupt", "manifest_invalid"}
         objects.put(key, content)
     assert store.verify("reach/w1/1").step == 1
+
+
+class Rotated:
+    """A user of the object store whose keys can be taken away."""
+
+    def __init__(self, s3: S3Address) -> None:
+        self._s3 = s3
+        self._iam = s3_client(
+            "iam", endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
+        )
+        resources = [f"arn:aws:s3:::{s3.bucket}", f"arn:aws:s3:::{s3.bucket}/*"]
+        everything = {"Effect": "Allow", "Action": "s3:*", "Resource": resources}
+        self._iam.create_user(UserName="worker")
+        self._iam.put_user_policy(
+            UserName="worker",
+            PolicyName="all",
+            PolicyDocument=json.dumps({"Version": "2012-10-17", "Statement": [everything]}),
+        )
+
+    def fresh(self) -> S3ObjectStore:
+        key = self._iam.create_access_key(UserName="worker")["AccessKey"]
+        found = S3ObjectStore(
+            self._s3.bucket, endpoint=self._s3.endpoint, access_key=key["AccessKeyId"],
+            secret_key=key["SecretAccessKey"],
+        )  # fmt: skip
+        end = time.monotonic() + 20
+        while True:  # IAM changes are not instantaneous
+            try:
+                found.put("a/probe", b"")
+                return found
+            except StorageAccessError:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+
+    def expire(self, objects: S3ObjectStore) -> None:
+        for key in self._iam.list_access_keys(UserName="worker")["AccessKeyMetadata"]:
+            self._iam.delete_access_key(UserName="worker", AccessKeyId=key["AccessKeyId"])
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            try:
+                objects.put("a/probe", b"")
+            except StorageAccessError:
+                return
+            time.sleep(0.05)
+        raise AssertionError("the keys still work")
+
+    def close(self) -> None:
+        self._iam.delete_user_policy(UserName="worker", PolicyName="all")
+        self._iam.delete_user(UserName="worker")
+        self._iam.close()
+
+
+def test_f61_credentials_that_expire_mid_upload_fail_cleanly(
+    s3: S3Address, store: CheckpointStore, make_checkpoint: Make, tmp_path: Path
+) -> None:
+    """After the first object of step 2: its future ends with the reason, step 1 is untouched, and
+    a process with fresh keys publishes step 2."""
+    store.save(make_checkpoint(1))
+    rotated = Rotated(s3)
+    with contextlib.closing(rotated):
+        old = rotated.fresh()
+        reached: list[str] = []
+
+        def expire(name: str) -> None:
+            reached.append(name)
+            if len(reached) == 1:
+                rotated.expire(old)
+
+        writer = CheckpointWriter(tmp_path)
+        mine = replace(store, objects=old, failpoint=expire)
+        with pytest.raises(StorageAccessError):
+            writer.save(mine, make_checkpoint(2)).result(60)
+        assert reached == ["checkpoint.object"]
+        found = store.restore("reach", "w1")
+        assert found is not None
+        assert found.manifest.step == 1
+        fresh = replace(store, objects=rotated.fresh())
+        assert writer.save(fresh, make_checkpoint(2)).result(60).step == 2
+        assert writer.close(30)
+        assert collect_leftovers(store, "reach", older_than_s=0.0) == []
+        rotated.expire(fresh.objects)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from vla_platform.client.curves import smooth
 from vla_platform.client.report import (
     RunReport,
     Video,
+    evaluated_events,
     facts,
     render_curves,
     write_report,
 )
+from vla_platform.control.trends import Point
 
 HOSTILE = "<script>alert(1)</script> \u202e\N{ROBOT FACE} \"'><img src=x onerror=alert(2)> $\\frac{"
 
@@ -197,3 +200,20 @@ def test_what_learns_by_reward_shows_success_and_films(tmp_path: Path) -> None:
 def test_success_without_evaluations_or_returns_still_gives_a_picture() -> None:
     rows = [{"step": 1, "success_rate": 0.5}, {"step": 2, "success_rate": None}]
     assert Image.open(io.BytesIO(render_curves([run(events=rows)]))).format == "PNG"
+
+
+def test_a_runs_own_evaluations_are_in_its_report(tmp_path: Path) -> None:
+    point = Point(
+        evaluation_id="sft-1-10", suite="tabletop/reach", policy_version=10, num_episodes=4,
+        num_successes=2, success_rate=0.5, interval_low=0.15, interval_high=0.85, finished=0.0,
+    )  # fmt: skip
+    others = (replace(point, evaluation_id=one) for one in ("sft-10-10", "nightly-2026", "sft-1-x"))
+    own = evaluated_events([point, *others], "sft-1")
+    assert [(event["step"], event["evaluated_success"]) for event in own] == [(10, 0.5)]
+    losses = [{"kind": "step", "step": step, "loss": 1.0 / step} for step in range(1, 11)]
+    run = RunReport(
+        tenant="a", policy="p", workload_id="sft-1", spec={}, events=[*losses, *own],
+        checkpoints=[], summary={},
+    )  # fmt: skip
+    assert facts(run)["success_last"] == 0.5
+    assert write_report(tmp_path, [run]).overview.stat().st_size > 1000

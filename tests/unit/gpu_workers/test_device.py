@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
-from vla_platform.gpu_workers.device import DeviceTurns
+import pytest
+
+from vla_platform.gpu_workers.device import DeviceTurns, Turn
+from vla_platform.gpu_workers.utilisation import Shares
 
 
 def test_one_at_a_time_and_inference_goes_first():
@@ -72,3 +75,29 @@ def test_a_pause_lets_inference_in_between():
         order.append("update 2")
     thread.join()
     assert order == ["update 1", "infer", "update 2"]
+
+
+def test_each_ones_time_on_the_device_is_counted():
+    turns = DeviceTurns()
+    with turns.training():
+        time.sleep(0.02)
+        seen = turns.busy_s()  # the turn goes on
+    with turns.inference():
+        pass
+    found = turns.busy_s()
+    assert 0.02 <= seen[Turn.TRAINING] <= found[Turn.TRAINING]
+    assert found[Turn.INFERENCE] < found[Turn.TRAINING]
+    assert found == turns.busy_s()
+
+
+def test_shares_are_of_the_last_minute():
+    shares = Shares(window_s=60.0)
+
+    def at(now_s: float, training_s: float) -> float:
+        return shares.take(now_s, {Turn.TRAINING: training_s, Turn.INFERENCE: 0.0})[Turn.TRAINING]
+
+    assert at(0.0, 0.0) == 0.0
+    assert at(10.0, 5.0) == 0.5
+    assert at(60.0, 5.0) == pytest.approx(5 / 60)
+    assert at(80.0, 15.0) == pytest.approx(10 / 70)  # since 10.0, the last before the window
+    assert at(200.0, 15.0) == 0.0

@@ -1,4 +1,4 @@
-"""PF-15: batched features equal single features, whatever the neighbours are."""
+"""PF-15, B34: batched features equal single features, whatever the neighbours are."""
 
 from __future__ import annotations
 

@@ -153,6 +153,7 @@ def test_a_payload_starts_another_policy(backbone: Backbone, make_config: MakeCo
 
 
 def test_what_does_not_fit_is_refused(backbone: Backbone, make_config: MakeConfig) -> None:
+    """B17: checked again where it is loaded."""
     config: SlotConfig = make_config()
     service = TrainingModelService(backbone)
     saved = service.mount(config).state()

@@ -253,6 +253,7 @@ def test_read_only_columns_are_taken(backbone: Backbone, make_config: MakeConfig
 def test_unknown_policies_and_foreign_base_models(
     backbone: Backbone, make_config: MakeConfig
 ) -> None:
+    """B17: a module of another base model joins nothing."""
     config = make_config()
     service = TrainingModelService(backbone)
     [outcome] = service.train_group([TrainItem("a/task", make_columns(config, 0))])

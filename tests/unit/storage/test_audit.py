@@ -20,6 +20,7 @@ from vla_storage.errors import CheckpointError, ObjectChangedError
 from vla_storage.marks import change_marks
 from vla_storage.objects import MemoryObjectStore
 from vla_storage.retention import apply_retention
+from vla_storage.seals import Facts, facts_in, is_seal, seal_name
 
 KEY = b"platform key of the tests"
 FOLDER = "a/policies/reach/checkpoints/w1/"
@@ -84,7 +85,7 @@ def test_whole_checkpoints_give_no_finding(
         store.save(make_checkpoint(step))
     report = audit(objects, deep=True)
     assert report.findings == ()
-    assert (report.counts.checkpoints, report.counts.objects, report.worst) == (2, 8, None)
+    assert (report.counts.checkpoints, report.counts.objects, report.worst) == (2, 10, None)
     assert report.counts.bytes_read == sum(
         store.manifest(f"reach/w1/{step}").size_bytes for step in (5, 10)
     )
@@ -277,13 +278,22 @@ def test_expired_checkpoints_and_full_quotas_are_told(
     assert [one.severity for one in near] == [Severity.WARNING]
 
 
+def unsealed(objects: Undeletable) -> None:
+    """As a release without seals left it."""
+    for item in list(objects.list("a/")):
+        if is_seal(item.key.rpartition("/")[2]):
+            objects.take(item.key)
+
+
 def test_an_unchanged_checkpoint_is_not_read_again(
     objects: Undeletable, store: CheckpointStore, make_checkpoint: Make
 ) -> None:
     for step in range(1, 40):
         store.save(make_checkpoint(step))
+    unsealed(objects)
     assert audit(objects).counts.checked == 39
     store.save(make_checkpoint(40))
+    unsealed(objects)
     objects.gets = 0
     counts = audit(objects).counts
     assert (counts.unchanged, counts.checked, counts.checkpoints) == (39, 1, 40)
@@ -291,11 +301,73 @@ def test_an_unchanged_checkpoint_is_not_read_again(
     assert audit(objects, deep=True).counts.checked == 40
 
 
+def test_the_first_audit_reads_one_manifest_of_each_run(
+    objects: Undeletable, store: CheckpointStore, make_checkpoint: Make
+) -> None:
+    for run in ("w1", "w2"):
+        for step in range(1, 40):
+            store.save(make_checkpoint(step, workload=run))
+    objects.gets = 0
+    counts = audit(objects).counts
+    assert (counts.unchanged, counts.checked, counts.checkpoints) == (76, 2, 78)
+    assert objects.gets <= 3  # two manifests, the marks
+
+
+@pytest.mark.parametrize("fault", ["object", "manifest", "seal", "another's seal", "moved"])
+def test_a_seal_hides_nothing(
+    objects: Undeletable, store: CheckpointStore, make_checkpoint: Make, fault: str
+) -> None:
+    """F62: whoever changes a folder cannot make the seal that goes with it."""
+    for step in (1, 2, 3):
+        store.save(make_checkpoint(step))
+    folder = f"{FOLDER}0000000002/"
+    (seal,) = (i.key for i in objects.list(folder) if is_seal(i.key.rpartition("/")[2]))
+    key = entry_key(store, "reach/w1/2", "module.safetensors")
+    if fault == "object":
+        objects.put(key, objects.get(key)[::-1])
+    elif fault == "manifest":
+        text = objects.get(f"{folder}manifest.json").replace(b'"position":16', b'"position":17')
+        objects.put(f"{folder}manifest.json", text)
+    else:
+        objects.take(seal)
+        objects.put(key, objects.get(key)[::-1])
+        forged = {
+            "seal": seal.removesuffix("-16-2-none") + "-16-3-none",
+            "another's seal": folder + next(
+                i.key.rpartition("/")[2] for i in objects.list(f"{FOLDER}0000000003/")
+                if is_seal(i.key.rpartition("/")[2])
+            ),
+            "moved": seal,
+        }  # fmt: skip
+        objects.put(forged[fault], b"")
+    report = audit(objects)
+    assert report.counts.unchanged == 0  # nor is what follows it taken for granted
+    named = {"manifest": ("edited_manifest", f"{folder}manifest.json")}
+    assert [named.get(fault, ("corrupt", key))] == kinds(report)
+
+
+def test_facts_travel_in_a_seals_name(make_checkpoint: Make) -> None:
+    facts = Facts(line="0" * 16, position=8, policy_version=1, parent="3")
+    name = seal_name("1" * 32, facts, KEY)
+    assert is_seal(name)
+    assert facts == facts_in(name, "1" * 32, KEY)
+    assert facts_in(name, "2" * 32, KEY) is None
+    assert facts_in(name, "1" * 32, b"another key") is None
+    assert facts_in(name.replace("-8-1-3", "-9-1-3"), "1" * 32, KEY) is None
+    goes_on = replace(facts, position=16, policy_version=2)
+    assert goes_on.goes_on_from(facts, step=4)
+    assert not goes_on.goes_on_from(facts, step=3)  # its parent is not older
+    assert not facts.goes_on_from(goes_on, step=4)
+    assert not replace(goes_on, line="1" * 16).goes_on_from(facts, step=4)
+    assert not replace(goes_on, parent="outer").goes_on_from(facts, step=4)
+
+
 def test_an_audit_goes_on_where_it_was_stopped(
     objects: Undeletable, store: CheckpointStore, make_checkpoint: Make
 ) -> None:
     for step in range(1, 101):
         store.save(make_checkpoint(step))
+    unsealed(objects)
     objects.take(entry_key(store, "reach/w1/3", "state.json"))
     asked = 0
 

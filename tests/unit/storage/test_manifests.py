@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
+from vla_storage.canary import Canary
 from vla_storage.errors import ManifestInvalidError
 from vla_storage.manifests import Lineage, Manifest, ObjectEntry, parse, serialize
 
@@ -106,7 +107,7 @@ def field(**changes: object) -> Callable[[dict[str, Any]], object]:
         ("step", field(step=1.5)),
         ("step", field(step=10**10)),
         ("step", field(step="10")),
-        ("version", field(version=2)),
+        ("version", field(version=3)),
         ("version", field(version=None)),
         ("version", field(version=True)),
         ("foreign_tenant", field(tenant_id="b")),
@@ -165,3 +166,46 @@ def test_the_writer_refuses_what_the_reader_refuses() -> None:
         serialize(replace(MANIFEST, step=-1), KEY)
     with pytest.raises(ManifestInvalidError):
         serialize(replace(MANIFEST, policy="A"), KEY)
+
+
+CANARY = Canary(
+    digest="a" * 64, numbers=(0.25, -1.0), shape=(1, 2), environment={"torch": "2", "device": "x"}
+)
+
+
+def test_the_canary_is_part_of_what_is_signed_and_not_of_what_twins_share() -> None:
+    known = replace(MANIFEST, canary=CANARY)
+    data = serialize(known, KEY)
+    assert known == parse(data, tenant_id="a", signing_key=KEY)
+    assert known.content() == MANIFEST.content()
+    outer = json.loads(data)
+    outer["manifest"]["canary"]["numbers"][0] = 0.5
+    assert reason(json.dumps(outer).encode()) == "signature_wrong"
+
+
+@pytest.mark.parametrize(
+    "canary",
+    [
+        {},
+        {"digest": "0" * 64},
+        {**asdict(CANARY), "numbers": ["1"]},
+        {**asdict(CANARY), "numbers": [True]},
+        {**asdict(CANARY), "shape": [1.5]},
+        {**asdict(CANARY), "digest": "x"},
+        {**asdict(CANARY), "extra": 1},
+    ],
+)
+def test_b64_a_canary_that_is_none(canary: dict[str, Any]) -> None:
+    assert reason(edited(field(canary=canary))) == "malformed"
+
+
+def test_manifests_of_the_release_before_are_read() -> None:
+    """F77: version 1 had no canary."""
+
+    def older(raw: dict[str, Any]) -> None:
+        del raw["canary"]
+        raw["version"] = 1
+
+    found = parse(edited(older), tenant_id="a", signing_key=KEY)
+    assert found == replace(MANIFEST, version=1)
+    assert reason(edited(field(version=1))) == "malformed"

@@ -1,0 +1,130 @@
+"""What tenants decide about their checkpoints: pins, names, times to live, removal.
+
+Tenants only read what the platform published, so the platform carries it out; what is in use by an
+evaluation or as the beginning of a run stays whatever is asked (B66).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from vla_platform.control.evaluations import in_use
+from vla_platform.control.services import Services
+from vla_platform.specs import Float, Int, Spec
+from vla_platform.specs.base import Name
+from vla_platform.specs.parsing import load_json, spec_error
+from vla_storage.checkpoints import CheckpointRef, CheckpointStore
+from vla_storage.retention import (
+    Reason,
+    RetentionPlan,
+    RetentionRules,
+    carry_out,
+    plan_removal,
+    plan_retention,
+    set_alias,
+    set_mark,
+)
+
+CheckpointId = Annotated[str, Field(min_length=5, max_length=256)]
+
+
+class Mark(Spec):
+    """Change what holds for one checkpoint; what is not named stays as it is."""
+
+    what: Literal["mark"] = "mark"
+    checkpoint: CheckpointId
+    pinned: bool | None = None
+    milestone: bool | None = None
+    ttl_s: Float | None = Field(
+        None, ge=-1.0, lt=10 * 366 * 86400, description="from now; negative: no time to live"
+    )
+
+
+class Alias(Spec):
+    """Give a checkpoint a name, or take the name away."""
+
+    what: Literal["alias"] = "alias"
+    policy: Name
+    alias: Name
+    checkpoint: CheckpointId | None = None
+
+
+class Prune(Spec):
+    """Apply retention rules to a policy."""
+
+    what: Literal["prune"] = "prune"
+    policy: Name
+    keep_last: Int = Field(ge=1, le=1000)
+    keep_best: Int = Field(0, ge=0, le=1000)
+    milestone_every: Int = Field(0, ge=0)
+    dry_run: bool = True
+
+
+class Removal(Spec):
+    """Remove checkpoints by id."""
+
+    what: Literal["delete"] = "delete"
+    checkpoints: tuple[CheckpointId, ...] = Field(min_length=1, max_length=1000)
+    dry_run: bool = True
+
+
+CheckpointChange = Annotated[Mark | Alias | Prune | Removal, Field(discriminator="what")]
+_CHANGE: TypeAdapter[CheckpointChange] = TypeAdapter(CheckpointChange)
+
+
+def change(services: Services, tenant: str, text: str) -> dict[str, Any] | list[dict[str, Any]]:
+    """Carry out one change; returns the mark, or the plans with what stays and what goes.
+
+    Raises `SpecError`, `InvalidKeyError`, `CheckpointNotFoundError` (the same for another
+    tenant's).
+    """
+    document = load_json(text)
+    try:
+        wanted = _CHANGE.validate_json(json.dumps(document))
+    except ValidationError as error:
+        raise spec_error(error.errors(include_url=False)) from error
+    store = CheckpointStore(
+        objects=services.objects, tenant_id=tenant, signing_key=services.signing_key
+    )
+    if isinstance(wanted, Mark):
+        given = wanted.model_dump(include={"pinned", "milestone"}, exclude_none=True)
+        if wanted.ttl_s is not None:
+            given["expires"] = None if wanted.ttl_s < 0 else time.time() + wanted.ttl_s
+        return asdict(set_mark(store, wanted.checkpoint, **given))
+    if isinstance(wanted, Alias):
+        set_alias(store, wanted.alias, wanted.checkpoint, wanted.policy)
+        return {"alias": wanted.alias, "checkpoint": wanted.checkpoint}
+    protect = in_use(services.ledger.client, tenant)
+    if isinstance(wanted, Prune):
+        rules = RetentionRules(
+            keep_last=wanted.keep_last,
+            keep_best=wanted.keep_best,
+            milestone_every=wanted.milestone_every,
+        )
+        plans = [plan_retention(store, wanted.policy, rules, protect=protect)]
+    else:
+        by_policy: dict[str, list[str]] = {}
+        for one in wanted.checkpoints:
+            by_policy.setdefault(CheckpointRef.parse(one).policy, []).append(one)
+        plans = [
+            plan_removal(store, policy, mine, protect=protect)
+            for policy, mine in sorted(by_policy.items())
+        ]
+    if not wanted.dry_run:
+        for plan in plans:
+            carry_out(store, plan)
+    return [asdict(plan) for plan in plans]
+
+
+def plan_of(raw: dict[str, Any]) -> RetentionPlan:
+    """A plan as `change` returned it, after its way through JSON."""
+
+    def pairs(found: list[list[str]]) -> tuple[tuple[str, Reason], ...]:
+        return tuple((one, Reason(reason)) for one, reason in found)
+
+    return RetentionPlan(policy=raw["policy"], stay=pairs(raw["stay"]), go=pairs(raw["go"]))

@@ -1,0 +1,203 @@
+"""Evaluations under way, whoever asked for them: a schedule, or a run that evaluates itself.
+
+    vla:t:<tenant>:evaluations    hash  evaluation id -> `Outstanding`; the tenant may read it
+    vla:w:<run>:evaluated         set   steps of which the run's own evaluation was begun
+
+What is noted here is sent until its record is in the object store. The checkpoints that these
+evaluations act with, and those that runs begin from, are in use: no rule removes them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import redis
+from kombu.exceptions import OperationalError
+
+from vla_platform.control import dispatch
+from vla_platform.control.services import Services
+from vla_platform.envs.evaluation_records import EvaluationArchive, EvaluationRecord
+from vla_platform.errors import UnavailableError
+from vla_platform.specs import WorkloadSpec
+from vla_platform.specs.evaluation import EpisodesSpec
+from vla_storage.checkpoints import CheckpointStore
+from vla_storage.errors import CheckpointError
+from vla_storage.manifests import Manifest
+from vla_storage.retention import set_mark
+
+RESEND_S = 900.0
+"""An evaluation of which nothing was heard for so long is sent again; it plays what is missing."""
+MOST_SENDS = 3
+_REMEMBERED_S = 7 * 86400
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outstanding:
+    """An evaluation under way."""
+
+    evaluation_id: str
+    policy: str
+    policy_version: int
+    suite: str
+    due: float
+    sent: float  # last time; seconds since the epoch, server's clock; 0: not yet
+    num_sends: int = 1
+    checkpoint: str = ""  # that the version is of, where it is of one
+    schedule: str = ""
+    run: str = ""
+    asked: Mapping[str, Any] = field(default_factory=dict)  # an `EpisodesSpec`
+
+    @classmethod
+    def from_json(cls, text: str) -> Outstanding:
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def evaluations_key(tenant: str) -> str:
+    return f"vla:t:{tenant}:evaluations"
+
+
+def asked_of(spec: EpisodesSpec) -> dict[str, Any]:
+    return spec.model_dump(mode="json", include=set(EpisodesSpec.model_fields))
+
+
+def send(tenant: str, known: Outstanding) -> None:
+    """To whichever environment host is free. Raises `pydantic.ValidationError`."""
+    spec = EpisodesSpec.model_validate_json(json.dumps(known.asked))
+    dispatch.evaluate(
+        suite_name=spec.suite,
+        evaluation_id=known.evaluation_id,
+        tenant=tenant,
+        policy_key=f"{tenant}/{known.policy}",
+        version=known.policy_version,
+        policy="inference",
+        episodes=spec.episodes,
+        seed=spec.seed,
+        options=dict(spec.options),
+        num_envs=spec.num_envs,
+        execute_steps=spec.execute_steps,
+        num_videos=spec.videos,
+    )
+
+
+def heard(services: Services, tenant: str, evaluation_id: str) -> None:
+    """An evaluation makes progress."""
+    client = services.ledger.client
+    raw = client.hget(evaluations_key(tenant), evaluation_id)
+    if raw is not None:
+        known = replace(Outstanding.from_json(raw), sent=now(client))
+        client.hset(evaluations_key(tenant), evaluation_id, known.to_json())
+
+
+def begin_if_due(
+    services: Services, tenant: str, run: str, spec: WorkloadSpec, manifest: Manifest
+) -> str | None:
+    """The run's own evaluation of a published checkpoint, where its spec asks for one; returns its
+    id where this call began it.
+
+    Safe to repeat: whoever publishes, mounts or settles a run calls it, and each version is
+    evaluated once. Training does not wait for it. Raises `UnavailableError`.
+    """
+    asked = spec.evaluation
+    if asked is None or manifest.step == 0 or manifest.step % asked.every_updates:
+        return None
+    evaluation_id = f"{run}-{manifest.step}"
+    if EvaluationArchive(services.objects, tenant, evaluation_id).record() is not None:
+        return None
+    client = services.ledger.client
+    try:
+        known = Outstanding(
+            evaluation_id=evaluation_id,
+            policy=manifest.policy,
+            policy_version=manifest.policy_version,
+            suite=asked.suite,
+            due=now(client),
+            sent=0.0,
+            checkpoint=manifest.checkpoint_id,
+            run=run,
+            asked=asked_of(asked),
+        )
+        if not _note(client, tenant, run, manifest.step, known):
+            return None
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise UnavailableError(f"the control Redis does not answer: {error}") from error
+    try:
+        send(tenant, known)
+        heard(services, tenant, evaluation_id)
+    except (OperationalError, redis.RedisError, OSError) as error:
+        # It is on record: the reconciler sends it.
+        _log.warning("action=evaluation_not_sent evaluation=%s reason=%s", evaluation_id, error)
+    return evaluation_id
+
+
+def _note(client: Any, tenant: str, run: str, step: int, known: Outstanding) -> bool:
+    """False: it was begun before."""
+    seen = f"vla:w:{run}:evaluated"
+    with client.pipeline() as pipe:
+        while True:
+            pipe.watch(seen)
+            if pipe.sismember(seen, step):
+                pipe.unwatch()
+                return False
+            pipe.multi()
+            pipe.sadd(seen, step)
+            pipe.expire(seen, _REMEMBERED_S)
+            pipe.hset(evaluations_key(tenant), known.evaluation_id, known.to_json())
+            try:
+                pipe.execute()
+            except redis.WatchError:
+                continue
+            return True
+
+
+def keep_score(services: Services, record: EvaluationRecord) -> None:
+    """Let retention know how well the evaluated checkpoint did; the latest evaluation counts."""
+    raw = services.ledger.client.hget(evaluations_key(record.tenant), record.evaluation_id)
+    checkpoint = Outstanding.from_json(raw).checkpoint if raw is not None else ""
+    if not checkpoint:
+        return
+    store = CheckpointStore(
+        objects=services.objects, tenant_id=record.tenant, signing_key=services.signing_key
+    )
+    try:
+        set_mark(store, checkpoint, score=record.success_rate)
+    except CheckpointError as error:
+        _log.warning("action=score_not_kept checkpoint=%s reason=%s", checkpoint, error)
+
+
+def in_use(client: Any, tenant: str) -> set[str]:
+    """Ids of the checkpoints that evaluations under way act with, or that runs begin from."""
+    found = set()
+    for raw in client.hvals(evaluations_key(tenant)):
+        found.add(Outstanding.from_json(raw).checkpoint)
+    runs = client.sunion(
+        [f"vla:tenant:{tenant}:{state}" for state in ("pending", "running", "paused")]
+    )
+    with client.pipeline(transaction=False) as pipe:
+        for run in runs:
+            pipe.hget(f"vla:w:{run}", "init_from")
+        found.update(pipe.execute())
+    return {one for one in found if one}
+
+
+def checkpoint_of(store: CheckpointStore, policy: str, version: int) -> str:
+    """The newest checkpoint of a version; empty where it was published without one."""
+    for ref in reversed(store.list(policy)):
+        try:
+            if store.manifest(ref.id).policy_version == version:
+                return ref.id
+        except CheckpointError:
+            continue  # removed meanwhile, or damaged
+    return ""
+
+
+def now(client: Any) -> float:
+    seconds, microseconds = client.time()
+    return float(seconds) + float(microseconds) / 1e6

@@ -1,0 +1,216 @@
+"""Evaluations of a run by itself, and what they keep from being removed (B20, B66), on a real
+Valkey."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from vla_platform.control import dispatch, evaluations, schedules
+from vla_platform.control.checkpoint_changes import change, plan_of
+from vla_platform.control.evaluations import Outstanding, begin_if_due, evaluations_key, in_use
+from vla_platform.control.ledger import Ledger
+from vla_platform.envs.evaluation_records import EvaluationRecord
+from vla_platform.errors import SpecError
+from vla_platform.specs import parse_spec
+from vla_storage.checkpoints import Checkpoint, CheckpointStore
+from vla_storage.errors import CheckpointNotFoundError
+from vla_storage.marks import read_marks
+from vla_storage.objects import MemoryObjectStore
+from vla_storage.retention import apply_retention
+
+pytestmark = pytest.mark.services
+RUN = "sft-0123456789abcdef0123"
+SPEC = parse_spec(
+    {
+        "kind": "sft", "policy": "reach", "steps": 100, "dataset": {"path": "x"},
+        "evaluation": {"every_updates": 10, "suite": "tabletop/reach", "episodes": 3, "videos": 1},
+    }
+)  # fmt: skip
+Make = Callable[..., Checkpoint]
+
+
+@dataclass
+class Some:
+    ledger: Ledger
+    objects: MemoryObjectStore
+    store: CheckpointStore
+    sent: list[dict[str, Any]]
+    signing_key: bytes = b"key"
+
+    def outstanding(self) -> list[Outstanding]:
+        raw = self.ledger.client.hvals(evaluations_key("a"))
+        return [Outstanding.from_json(one) for one in raw]
+
+
+@pytest.fixture
+def some(control_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    ledger = Ledger.connect(control_redis_url)
+    ledger.load()
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(dispatch, "evaluate", lambda **given: sent.append(given))
+    objects = MemoryObjectStore()
+    store = CheckpointStore(objects=objects, tenant_id="a", signing_key=b"key")
+    yield Some(ledger, objects, store, sent)
+    ledger.close()
+
+
+def record_of(evaluation_id: str, rate: float) -> EvaluationRecord:
+    return EvaluationRecord(
+        evaluation_id=evaluation_id, tenant="a", policy_key="a/reach", policy_version=10,
+        module_digest="", suite="tabletop/reach", suite_digest="", num_episodes=4,
+        num_successes=round(4 * rate), success_rate=rate, interval_low=0.0, interval_high=1.0,
+        mean_return=0.0, mean_steps=0.0, by_environment={}, num_invalid_actions=0, failures={},
+        episodes=(), seconds=1.0,
+    )  # fmt: skip
+
+
+def begun(some: Any, make_checkpoint: Make, step: int) -> str | None:
+    manifest = some.store.save(make_checkpoint(step, workload=RUN))
+    return begin_if_due(some, "a", RUN, SPEC, manifest)
+
+
+def test_every_so_many_updates_the_published_version_is_evaluated(
+    some: Any, make_checkpoint: Make
+) -> None:
+    assert begun(some, make_checkpoint, 5) is None
+    assert f"{RUN}-10" == begun(some, make_checkpoint, 10)
+    (sent,) = some.sent
+    assert tuple(
+        sent[name] for name in ("policy_key", "version", "suite_name", "episodes", "num_videos")
+    ) == ("a/reach", 10, "tabletop/reach", 3, 1)
+    (known,) = some.outstanding()
+    assert (RUN, f"reach/{RUN}/10", "") == (known.run, known.checkpoint, known.schedule)
+    assert known.sent > 0
+
+
+def test_a_version_is_evaluated_once_whoever_comes_back_to_it(
+    some: Any, make_checkpoint: Make
+) -> None:
+    """Published again after a crash, mounted by another worker, settled by the reconciler."""
+    manifest = some.store.save(make_checkpoint(10, workload=RUN))
+    found: list[str | None] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(begin_if_due(some, "a", RUN, SPEC, manifest)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [f"{RUN}-10"] == [one for one in found if one is not None]
+    schedules.finished(some, "a", f"{RUN}-10")
+    assert begin_if_due(some, "a", RUN, SPEC, manifest) is None
+    assert (len(some.sent), some.outstanding()) == (1, [])
+
+
+def test_a_lost_control_redis_does_not_evaluate_anew(some: Any, make_checkpoint: Make) -> None:
+    manifest = some.store.save(make_checkpoint(10, workload=RUN))
+    record = record_of(f"{RUN}-10", 0.5)
+    some.objects.put(f"a/evaluations/{RUN}-10/record.json", record.to_json())
+    assert begin_if_due(some, "a", RUN, SPEC, manifest) is None
+
+
+def test_what_could_not_be_sent_is_sent_by_the_reconciler(
+    some: Any, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(**_: Any) -> None:
+        raise OSError("no broker")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(dispatch, "evaluate", down)
+        assert f"{RUN}-10" == begun(some, make_checkpoint, 10)
+    assert some.sent == []
+    assert schedules.resend_lost(some, "a") == 1
+    assert (len(some.sent), some.outstanding()[0].num_sends) == (1, 2)
+    assert schedules.resend_lost(some, "a") == 0
+
+
+def test_b66_a_checkpoint_in_use_is_not_removed_whoever_asks(
+    some: Any, make_checkpoint: Make
+) -> None:
+    """An evaluation acts with step 10, another run begins from step 20."""
+    for step in (10, 20, 30, 40):
+        some.store.save(make_checkpoint(step, workload=RUN))
+    begin_if_due(some, "a", RUN, SPEC, some.store.manifest(f"reach/{RUN}/10"))
+    client = some.ledger.client
+    client.sadd("vla:tenant:a:pending", "rl-1")
+    client.hset("vla:w:rl-1", "init_from", f"reach/{RUN}/20")
+    assert {f"reach/{RUN}/{step}" for step in (10, 20)} == in_use(client, "a")
+    ids = [f"reach/{RUN}/{step}" for step in (10, 20, 30)]
+    answer = change(some, "a", json.dumps({"what": "delete", "checkpoints": ids, "dry_run": False}))
+    (plan,) = (plan_of(json.loads(json.dumps(one))) for one in answer)
+    assert {(ids[0], "in use"), (ids[1], "in use")} == set(plan.stay)
+    assert ((ids[2], "asked for"),) == plan.go
+    assert [ref.step for ref in some.store.list("reach")] == [10, 20, 40]
+    apply_retention(some.store, "reach", keep_last=1, protect=in_use(client, "a"))
+    assert [ref.step for ref in some.store.list("reach")] == [10, 20, 40]
+    schedules.finished(some, "a", f"{RUN}-10")
+    change(some, "a", json.dumps({"what": "prune", "policy": "reach", "keep_last": 1,
+                                  "dry_run": False}))  # fmt: skip
+    assert [ref.step for ref in some.store.list("reach")] == [20, 40]
+
+
+def test_the_best_by_evaluation_stay(some: Any, make_checkpoint: Make) -> None:
+    for step, rate in ((10, 0.25), (20, 1.0), (30, 0.5)):
+        begun(some, make_checkpoint, step)
+        evaluations.keep_score(some, record_of(f"{RUN}-{step}", rate))
+        schedules.finished(some, "a", f"{RUN}-{step}")
+    some.store.save(make_checkpoint(35, workload=RUN))
+    apply_retention(some.store, "reach", keep_last=1, keep_best=1)
+    assert [ref.step for ref in some.store.list("reach")] == [20, 35]
+    # One that is gone by the end of its evaluation is missed by nobody.
+    some.store.delete(f"reach/{RUN}/20")
+    late = replace(some_outstanding(f"{RUN}-20", f"reach/{RUN}/20"), evaluation_id=f"{RUN}-20")
+    some.ledger.client.hset(evaluations_key("a"), f"{RUN}-20", late.to_json())
+    evaluations.keep_score(some, record_of(f"{RUN}-20", 1.0))
+
+
+def some_outstanding(evaluation_id: str, checkpoint: str) -> Outstanding:
+    return Outstanding(
+        evaluation_id=evaluation_id, policy="reach", policy_version=1, suite="s", due=0.0,
+        sent=0.0, checkpoint=checkpoint,
+    )  # fmt: skip
+
+
+def test_a_tenants_decisions_are_carried_out_by_the_platform(
+    some: Any, make_checkpoint: Make
+) -> None:
+    for step in (10, 20):
+        some.store.save(make_checkpoint(step, workload=RUN))
+    one = f"reach/{RUN}/10"
+
+    def ask(tenant: str = "a", **wanted: Any) -> Any:
+        return change(some, tenant, json.dumps(wanted))
+
+    assert ask(what="mark", checkpoint=one, pinned=True)["pinned"] is True
+    assert ask(what="mark", checkpoint=one, ttl_s=60.0)["expires"] > 0
+    told = ask(what="mark", checkpoint=one, ttl_s=-1.0, milestone=True)
+    assert (told["pinned"], told["milestone"], told["expires"]) == (True, True, None)
+    ask(what="alias", policy="reach", alias="best", checkpoint=one)
+    assert {"best": f"{RUN}/10"} == read_marks(some.objects, "a", "reach").aliases
+    ask(what="alias", policy="reach", alias="best", checkpoint=None)
+    assert read_marks(some.objects, "a", "reach").aliases == {}
+    with pytest.raises(CheckpointNotFoundError):  # B20: as if it were not there
+        ask("ab", what="mark", checkpoint=one, pinned=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", '{"what":"mark"}', '{"what":"rm","checkpoint":"a/b/1"}',
+        '{"what":"mark","checkpoint":"a/b/1","score":1.0}',
+        '{"what":"mark","checkpoint":"a/b/1","ttl_s":NaN}',
+        '{"what":"prune","policy":"../x","keep_last":1}',
+        '{"what":"prune","policy":"x","keep_last":0}',
+        '{"what":"delete","checkpoints":[]}',
+    ],
+)  # fmt: skip
+def test_what_is_no_change_is_refused(some: Any, text: str) -> None:
+    with pytest.raises(SpecError):
+        change(some, "a", text)
