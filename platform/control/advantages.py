@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from vla_platform.control import dispatch
 from vla_platform.control.services import Services
 from vla_platform.control.states import DropReason, JobState, Stage
-from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
+from vla_platform.control.training_job import MOST_EPISODES, SAMPLES_TTL_S, TrainingJob
 from vla_platform.control.workloads import load_rl_spec
 from vla_platform.errors import DataError, LeaseLostError
 from vla_platform.rl.advantages import (
@@ -38,6 +39,7 @@ from vla_platform.rl.groups import (
     judge,
     without_zero_groups,
 )
+from vla_platform.rl.rewards import SCORE_COLUMNS, rescored
 from vla_platform.specs import GRPOSpec, PPOSpec, ReinforceSpec, RLSpec
 from vla_storage.errors import CodedError, PayloadNotFoundError
 
@@ -60,9 +62,12 @@ def judge_rollout(
 ) -> Judged:
     """Advantages, returns and what is to be trained. Shapes: R rows, H chunk.
 
-    columns: `ROW_COLUMNS`, and for PPO the values: `actor_value` or `value`.
+    columns: `ROW_COLUMNS`, for PPO the values: `actor_value` or `value`; where it was scored, one
+    of `SCORE_COLUMNS`, which replaces the rewards.
     `advantages` (R, H) float32, `returns` (R,) float32, `trained` (R, H) bool.
     """
+    if set(SCORE_COLUMNS) & set(columns):
+        columns, episodes = rescored(columns, episodes)
     rows = Rows.of(columns)
     algorithm = spec.algorithm
     trained = rows.valid
@@ -159,9 +164,12 @@ def _compute(services: Services, job: TrainingJob) -> None:
                 f"columns {', '.join(missing)} are missing, and so are `advantages`, `trained`",
                 column=missing[0],
             )
+        told = ledger.descriptor(job.job_id)
         wanted = [*ROW_COLUMNS, *(names & {"value", "actor_value", "group", "success"})]
+        if "scored" in told:  # what a late grader wrote counts for nothing
+            wanted += names & {*SCORE_COLUMNS, "log_prob", "actor_log_prob"}
         columns = services.payloads.arrays(job.partition_id, job.tenant_id, wanted)
-        judged = judge_rollout(spec, columns, episodes_of(ledger.descriptor(job.job_id), columns))
+        judged = judge_rollout(spec, columns, episodes_of(told, columns))
         if judged.drop is not None:
             ledger.drop(job, judged.drop)
             return
@@ -189,10 +197,19 @@ def _go_on(services: Services, job: TrainingJob) -> None:
         dispatch.train(job)
 
 
+def columns_of_summaries(descriptor: dict[str, str], there: Collection[str]) -> set[str]:
+    """What `episodes_of` reads of the rows, beside `episode` and `is_transition`: nothing where the
+    job's descriptor tells of every episode."""
+    if 0 < len(json.loads(descriptor["episodes"])) < MOST_EPISODES:
+        return set()
+    return {"actions_is_pad", "rewards", *({"group", "success"} & set(there))}
+
+
 def episodes_of(
     descriptor: dict[str, str], columns: dict[str, npt.NDArray[Any]]
 ) -> list[EpisodeMeta]:
-    """The summaries that a rollout left with its job; of a tenant's own rows, from the rows."""
+    """The summaries that a rollout left with its job; of a tenant's own rows, or of very many
+    episodes, from the rows."""
     told = json.loads(descriptor["episodes"])
     if told and len(told) > int(columns["episode"].max()):
         return [

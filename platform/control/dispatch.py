@@ -12,7 +12,7 @@ from celery import current_app
 from celery.schedules import crontab
 
 from vla_platform.broker import evaluation_queue, queue, rollout_queue
-from vla_platform.control.states import Stage
+from vla_platform.control.states import JobState, Stage
 from vla_platform.control.training_job import TrainingJob
 from vla_platform.specs.cron import hint_minutes
 
@@ -34,11 +34,24 @@ def produce(workload: Mapping[str, str]) -> None:
 
 
 def stage(stage: Stage, base_model: str) -> None:
-    """To whoever computes what samples still lack."""
+    """To whoever computes what samples still lack; `base_model` where its workers do."""
     if stage is Stage.ADVANTAGES:
         current_app.send_task("advantages.compute", kwargs={})
-    else:
+    elif stage is Stage.ACTOR_FORWARD:
         current_app.send_task("training.actor_forward", kwargs={"base_model": base_model})
+    elif base_model:
+        current_app.send_task("training.teacher_scores", kwargs={"base_model": base_model})
+    else:
+        current_app.send_task("graders.grade", kwargs={})
+
+
+def go_on(job: TrainingJob, state: JobState) -> None:
+    """To whoever takes `job`, now that it is in `state`."""
+    if state is JobState.READY:
+        return train(job)
+    needed = Stage(state.removeprefix("needs_"))
+    place = {Stage.ACTOR_FORWARD: job.base_model, Stage.SCORES: job.scored_by}
+    stage(needed, place.get(needed, ""))
 
 
 def train(job: TrainingJob) -> None:

@@ -6,11 +6,18 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from vla_platform.control.prepared import Prepared
 from vla_platform.control.services import Services
 from vla_platform.control.states import DropReason
 from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
 from vla_platform.errors import BackboneChangedError, LeaseLostError, PlatformError
 from vla_platform.gpu_workers.device import DeviceTurns
+from vla_platform.gpu_workers.distillation import (
+    STUDENT_COLUMNS,
+    reads_pixels,
+    teacher_log_probs,
+)
+from vla_platform.gpu_workers.normalization import Normalizer
 from vla_platform.gpu_workers.rollout_samples import (
     ACTOR_COLUMNS,
     FALLBACK_COLUMNS,
@@ -18,7 +25,10 @@ from vla_platform.gpu_workers.rollout_samples import (
     TRAINING_COLUMNS,
 )
 from vla_platform.gpu_workers.slots import Slot
+from vla_platform.gpu_workers.teachers import Teachers
 from vla_platform.gpu_workers.training import PolicyResult, TrainingModelService
+from vla_platform.rl.rewards import TEACHER_LOG_PROB
+from vla_platform.specs import TeacherSpec
 from vla_storage.errors import CodedError, PayloadError
 
 MISFITS = (RuntimeError, ValueError, TypeError, KeyError, IndexError)
@@ -35,6 +45,7 @@ class RolloutTraining:
         self._services = services
         self._service = service
         self._turns = turns
+        self._teachers = Teachers(services, service.backbone)
 
     def fetch(self, job: TrainingJob) -> dict[str, Any]:
         """What an update reads. Raises `LeaseLostError` where the samples are lost: the job is
@@ -69,6 +80,35 @@ class RolloutTraining:
         self._services.payloads.put(
             job.partition_id, job.tenant_id, found, ttl_s=SAMPLES_TTL_S, wait_s=5.0
         )
+
+    def score(self, job: TrainingJob, teacher: TeacherSpec, student: Prepared) -> None:
+        """Write what the teacher says of the rows beside them. Raises what is wrong with either.
+
+        What an earlier try wrote stays: the ledger may not have heard of it.
+        """
+        if TEACHER_LOG_PROB in self._services.payloads.metadata(job.partition_id, job.tenant_id):
+            return
+        schema, backbone = student.schema, self._service.backbone
+        pixels = FALLBACK_COLUMNS if reads_pixels(schema, backbone.digest) else ()
+        columns = self._fetch(job, (*STUDENT_COLUMNS, *pixels))
+        units = Normalizer(
+            student.normalization, student.statistics["action"], dim=schema.action_dim
+        )
+        try:
+            with self._teachers.get(job.tenant_id, teacher) as module, self._turns.training():
+                found = teacher_log_probs(module, units, schema, columns, self._service.encoder)
+        except MISFITS as error:
+            raise misfit(job, error) from error
+        self._services.payloads.put(
+            job.partition_id,
+            job.tenant_id,
+            {TEACHER_LOG_PROB: found},
+            ttl_s=SAMPLES_TTL_S,
+            wait_s=5.0,
+        )
+
+    def close(self) -> None:
+        self._teachers.close()
 
     def _fetch(self, job: TrainingJob, columns: tuple[str, ...]) -> dict[str, Any]:
         """Those of `columns` that are there; pixels only where no features were kept."""

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from vla_platform.specs.base import Float, Int, Spec
 from vla_platform.specs.policy import AdamWSpec, CheckpointSpec, LimitsSpec, Workload
+from vla_platform.specs.rewards import EnvironmentReward, HookSpec, RewardSpec
 
 Share = Annotated[Float, Field(ge=0.0, le=1.0)]
 Level = Literal["chunk", "step"]
@@ -48,15 +49,6 @@ class RolloutSpec(Spec):
                 f"num_envs {self.num_envs} is not a multiple of group_size {self.group_size}"
             )
         return self
-
-
-class HookSpec(Spec):
-    """A named, versioned function of the platform, such as `length_penalty@1`."""
-
-    name: str = Field(min_length=3, max_length=64, pattern=r"^[a-z_]+@[0-9]+$")
-    options: dict[Annotated[str, Field(max_length=64)], Float] = Field(
-        default_factory=dict, max_length=16
-    )
 
 
 class UpdateSpec(Spec):
@@ -134,6 +126,7 @@ class RLSpec(Workload):
     )
     rollout: RolloutSpec = RolloutSpec()
     algorithm: AlgorithmSpec = PPOSpec()
+    reward: RewardSpec = EnvironmentReward()
     score_hooks: tuple[HookSpec, ...] = Field(
         (), max_length=8, description="rewrite scores, in order"
     )

@@ -77,7 +77,7 @@ def _flower(environment: dict[str, str]) -> tuple[str, ...]:
 
 ROLES: tuple[Role, ...] = (
     _worker("control", "control", concurrency=4),
-    _worker("sft", "sft,advantages,audit", concurrency=8),
+    _worker("sft", "sft,graders,advantages,audit", concurrency=8),
     _worker("gpu", "training", concurrency=1, stop_s=45.0),
     Role(
         name="beat",
