@@ -62,13 +62,13 @@ def _grade(services: Services, job: TrainingJob) -> None:
         _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
         with contextlib.suppress(LeaseLostError):
             ledger.drop(job, DropReason.SAMPLES_LOST)
-    except Exception as error:  # a grader is anybody's code: whatever it raises is its failure
+    except CodedError as error:
         with contextlib.suppress(LeaseLostError):
-            if isinstance(error, CodedError) and error.retryable:
+            if error.retryable:
                 ledger.release(job)
                 raise
-            _log.warning("action=grader_failed job=%s reason=%r", job.job_id, error)
-            ledger.unscored(job, f"{type(error).__name__}: {error!s:.300}")
+            _log.warning("action=grader_failed job=%s reason=%s", job.job_id, error)
+            ledger.unscored(job, str(error)[:400])
     else:
         values |= {"position": job.position, "seconds": round(time.monotonic() - begun, 3)}
         services.emitter.emit(
@@ -94,7 +94,12 @@ def _write_grades(services: Services, job: TrainingJob) -> dict[str, float | str
     names = {"episode", "is_transition", *grader.columns, *columns_of_summaries(told, there)}
     columns = payloads.arrays(job.partition_id, job.tenant_id, sorted(names))
     episodes = episodes_of(told, columns)
-    grades = grade_episodes(grader, episodes, columns, reward.options)
+    try:
+        grades = grade_episodes(grader, episodes, columns, reward.options)
+    except CodedError:
+        raise
+    except Exception as error:  # a grader is anybody's code: whatever it raises is its failure
+        raise DataError(f"{reward.name} failed: {error!r}", column=GRADE) from error
     column = np.array([grades[int(one)] for one in columns["episode"]], np.float32)
     try:
         payloads.put(

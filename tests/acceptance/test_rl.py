@@ -19,7 +19,7 @@ from vla_platform.cli.tenants import Operator, operator
 from vla_platform.client import Platform, Run
 from vla_platform.datasets.recording import make_demonstrations
 from vla_platform.envs.tabletop import Tabletop
-from vla_platform.errors import SpecError, WorkloadFailedError
+from vla_platform.errors import NotFoundError, SpecError, WorkloadFailedError
 from vla_platform.stack import operate
 from vla_platform.stack.roles import ROLES, environment_roles
 from vla_storage.checkpoints import CheckpointStore
@@ -192,6 +192,65 @@ def test_a_killed_worker_loses_no_update_f45_f53(
     assert run.result(TIMEOUT_S).step == UPDATES
     assert list(admin.ledger.steps(run.id)) == list(range(1, UPDATES + 1))
     assert module_of(admin, "a", run) == module_of(admin, "a", alone)
+
+
+def test_a_grader_rewards_from_a_task_of_its_own(stack: Stack, tuned: dict[str, str]) -> None:
+    """Its grades are told, and change what is learnt; a second run learns the same."""
+    _, admin, platforms = stack
+    reward = {"kind": "grader", "name": "rank@1"}
+    runs = [platforms["a"].submit(spec(f"graded-{at}", tuned["a"], reward=reward, **GRPO))
+            for at in (1, 2)]  # fmt: skip
+    plain = platforms["a"].submit(spec("ungraded", tuned["a"], **GRPO))
+    for run in (*runs, plain):
+        assert run.result(TIMEOUT_S).step == UPDATES
+    told = [event for event in runs[0].events(follow=False) if event["kind"] == "grades"]
+    assert {event["position"] for event in told} >= set(range(UPDATES))
+    assert {event["grader"] for event in told} == {"rank@1"}
+    assert {round(event["mean_grade"], 6) for event in told} == {0.5}
+    assert module_of(admin, "a", runs[0]) == module_of(admin, "a", runs[1])
+    assert module_of(admin, "a", runs[0]) != module_of(admin, "a", plain)
+    assert runs[0].explain()["unscored"] == 0
+
+
+DISTILLED = {"algorithm": {"kind": "reinforce", "gamma": 0.0, "normalize_advantages": False}}
+
+
+@pytest.mark.parametrize("tenant", ["a", "b"])
+def test_a_teacher_rewards_what_it_would_have_done(
+    stack: Stack, tuned: dict[str, str], tenant: str
+) -> None:
+    """Both module kinds. From another policy there is something to learn, however it is named;
+    from oneself there is not, up to rounding."""
+    platform = stack[2][tenant]
+    tutor = platform.submit(spec(f"tutor-{tenant}", tuned[tenant], updates=2))
+    learnt = tutor.result(TIMEOUT_S)
+    teachers = [
+        {"policy": f"tutor-{tenant}", "version": learnt.checkpoint},
+        {"policy": f"tutor-{tenant}", "version": learnt.policy_version},
+        {"policy": "reach", "version": tuned[tenant]},
+    ]
+    pulls = []
+    for at, teacher in enumerate(teachers):
+        reward = {"kind": "distillation", "teacher": teacher, "on_failure": "fail"}
+        run = platform.submit(
+            spec(f"pupil-{tenant}-{at}", tuned[tenant], reward=reward, updates=1, **DISTILLED)
+        )
+        assert run.result(TIMEOUT_S).step == 1
+        pulls.append(updates(run)[0]["grad_norm"])
+    assert pulls[0] == pulls[1] > 100 * pulls[2]
+
+
+def test_teachers_that_cannot_teach_are_refused(stack: Stack, tuned: dict[str, str]) -> None:
+    platforms = stack[2]
+    for teacher, error in (
+        ({"policy": "reach", "version": tuned["b"]}, CheckpointNotFoundError),
+        ({"policy": "nobody", "version": 1}, NotFoundError),
+        ({"policy": "other", "version": tuned["a"]}, SpecError),
+        ({"policy": "reach", "version": tuned["a"], "base_model": "large"}, SpecError),
+    ):
+        reward = {"kind": "distillation", "teacher": teacher}
+        with pytest.raises(error):
+            platforms["a"].submit(spec("p", tuned["a"], reward=reward))
 
 
 def test_what_teaches_nothing_ends_the_run_by_name(stack: Stack, tuned: dict[str, str]) -> None:

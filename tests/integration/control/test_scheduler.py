@@ -471,6 +471,39 @@ def test_a_restored_run_goes_on_and_refuses_every_write_from_before(ledger: Ledg
     assert ledger.client.hget("vla:policy:a/s", "policy_version") == "4"
 
 
+def test_a_restored_run_keeps_its_staleness_budget_pf29(ledger: Ledger):
+    """Restored at version 500: what is sampled next is of 500, and no more than the bound ahead."""
+    start(ledger, "r", steps=600, max_in_flight=8, max_policy_staleness=2)
+    fields = ledger.workload("r")
+    ledger.client.flushdb()
+    ledger.register_base_model(BASE, {})
+    ledger.restore("r", {
+        **{name: fields[name] for name in (
+            "tenant", "policy", "policy_key", "kind", "lifecycle", "base_model", "target",
+            "schema_signature", "spec_digest", "priority", "max_in_flight", "harness",
+            "max_policy_staleness", "total_positions", "total_steps", "created", "base_version",
+        )},
+        "state": "pending", "prepared": 1, "position": 507, "step": 500, "policy_version": 500,
+        "published_version": 500,
+    })  # fmt: skip
+    assert ledger.admit("r", max_running=9) == "running"
+    for step in range(501, 505):
+        while not isinstance(reserve(ledger, "r"), str):
+            pass
+        waiting = ledger.client.zrange("vla:w:r:jobs", 0, -1)
+        for job_id in sorted(waiting, key=lambda name: int(name.split("-")[1])):
+            job = TrainingJob.from_hash(ledger.descriptor(job_id))
+            if job.state == "reserved":
+                ledger.mark(job, JobState.NEEDS_ADVANTAGES)
+                computing = taken(ledger.lease_stage(Stage.ADVANTAGES, "a", lease_s=9))
+                ledger.mark(computing, JobState.READY)
+        (leased,) = lease(ledger)
+        assert leased.behavior_policy_version >= 500
+        assert step - 1 - leased.behavior_policy_version <= 2
+        complete(ledger, leased, step=step)
+    assert ledger.workload("r").get("dropped") is None
+
+
 def test_an_rl_step_that_nobody_saved_is_taken_back_once_its_worker_is_gone(ledger: Ledger):
     start(ledger, "r", max_in_flight=1)
     make_ready(ledger, "r")
