@@ -20,6 +20,7 @@ from vla_platform.rl.graders import GRADERS
 from vla_platform.rl.groups import SCORE_HOOKS, SHAPE_HOOKS, find_hook
 from vla_platform.schema import Schema
 from vla_platform.specs import (
+    DatasetSpec,
     DistillationReward,
     GraderReward,
     RLSpec,
@@ -36,7 +37,7 @@ def check(services: Services, tenant: str, spec: WorkloadSpec) -> str:
     """The schema signature of a spec that can be run. Raises `SpecError`, `DatasetError`,
     `CheckpointNotFoundError`."""
     if isinstance(spec, SFTSpec):
-        dataset = open_for(services, tenant, spec)
+        dataset = open_for(services, tenant, spec.dataset)
         schema = derive_schema(services, spec, dataset)
         split_episodes(spec, dataset)
         if spec.init_from is not None:
@@ -131,10 +132,10 @@ def served(services: Services, base_model: str) -> dict[str, Any]:
     return base
 
 
-def open_for(services: Services, tenant: str, spec: SFTSpec) -> LeRobotDataset:
+def open_for(services: Services, tenant: str, spec: DatasetSpec) -> LeRobotDataset:
     settings = services.settings
     folder: Path = locate(
-        spec.dataset.path,
+        spec.path,
         tenant=tenant,
         roots=settings.roots(),
         objects=services.objects,

@@ -25,6 +25,7 @@ from vla_platform.errors import DataError, LeaseLostError
 from vla_platform.rl.advantages import (
     Level,
     Rows,
+    discounted_returns,
     generalized_advantages,
     group_relative,
     normalized,
@@ -40,7 +41,7 @@ from vla_platform.rl.groups import (
     without_zero_groups,
 )
 from vla_platform.rl.rewards import SCORE_COLUMNS, rescored
-from vla_platform.specs import GRPOSpec, PPOSpec, ReinforceSpec, RLSpec
+from vla_platform.specs import AWRSpec, GRPOSpec, PPOSpec, ReinforceSpec, RLSpec
 from vla_storage.errors import CodedError, PayloadNotFoundError
 
 ROW_COLUMNS = ("rewards", "actions_is_pad", "next_row", "is_transition", "terminated", "episode")
@@ -62,8 +63,8 @@ def judge_rollout(
 ) -> Judged:
     """Advantages, returns and what is to be trained. Shapes: R rows, H chunk.
 
-    columns: `ROW_COLUMNS`, for PPO the values: `actor_value` or `value`; where it was scored, one
-    of `SCORE_COLUMNS`, which replaces the rewards.
+    columns: `ROW_COLUMNS`, for PPO and AWR the values: `actor_value` or `value`; where it was
+    scored, one of `SCORE_COLUMNS`, which replaces the rewards.
     `advantages` (R, H) float32, `returns` (R,) float32, `trained` (R, H) bool.
     """
     if set(SCORE_COLUMNS) & set(columns):
@@ -89,6 +90,14 @@ def judge_rollout(
             baseline=None if algorithm.baseline == "mean" else 0.0,
         )
         advantages, returns = found.advantages, found.returns
+    elif isinstance(algorithm, AWRSpec):
+        returns = discounted_returns(rows, gamma=algorithm.gamma)
+        expected = (
+            columns["actor_value"]
+            if algorithm.baseline == "value"
+            else returns[rows.is_transition].mean()
+        )
+        advantages = np.where(rows.valid, (returns - expected)[:, None], 0.0)
     else:
         kept, of_episode, drop = _by_group(spec, algorithm, episodes)
         if drop is not None:
@@ -98,10 +107,14 @@ def judge_rollout(
         returns = np.zeros(len(rows.next_row))
     if not isinstance(algorithm, GRPOSpec) and algorithm.normalize_advantages:
         advantages = normalized(advantages, trained)
-    if not np.any(advantages[trained]):
+    # Equal returns weigh equally: imitation teaches whatever the advantages are.
+    teaches = trained if isinstance(algorithm, AWRSpec) else advantages[trained]
+    if not np.any(teaches):
         return Judged(columns={}, drop=DropReason.ZERO_ADVANTAGE)
     judged = {"advantages": advantages.astype(np.float32), "trained": trained}
-    if isinstance(algorithm, PPOSpec):
+    if isinstance(algorithm, PPOSpec) or (
+        isinstance(algorithm, AWRSpec) and algorithm.baseline == "value"
+    ):
         judged["returns"] = returns.astype(np.float32)
     return Judged(columns=judged)
 

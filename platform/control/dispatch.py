@@ -24,9 +24,10 @@ def prepare(tenant: str, workload: str) -> None:
 def produce(workload: Mapping[str, str]) -> None:
     """To whoever makes this workload's samples; `workload` is the ledger's hash of it."""
     arguments = {"tenant_id": workload["tenant"], "workload": workload["id"]}
-    if workload["kind"] == "rl" and not workload.get("harness"):
+    recorded = workload["kind"] == "sft" or workload.get("recorded") == "1"
+    if not recorded and not workload.get("harness"):
         return  # the tenant gives the samples itself
-    if workload["kind"] == "rl":
+    if not recorded:
         where = queue(rollout_queue(workload["harness"]))
         current_app.send_task("rollout.produce", kwargs=arguments, queue=where)
     else:

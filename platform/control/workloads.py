@@ -99,9 +99,11 @@ def _path_of(spec: WorkloadSpec) -> dict[str, Any]:
     path = {
         "lifecycle": str(Lifecycle.RL_ACTOR_FORWARD if forward else Lifecycle.RL),
         "target": "steps",
-        "max_policy_staleness": spec.max_policy_staleness,
+        # No version acted in recorded data: they are never stale.
+        "max_policy_staleness": -1 if spec.data else spec.max_policy_staleness,
         "max_dropped": spec.max_dropped,
         "harness": spec.environment.id.partition("/")[0] if spec.environment else "",
+        "recorded": int(spec.data is not None),
     }
     if isinstance(spec.reward, EnvironmentReward):
         return path
@@ -145,7 +147,7 @@ def reserve_batch(services: Services, tenant: str, run: str, token: str) -> dict
     """
     check_owner(services, tenant, run)
     w = services.ledger.workload(run)
-    if w["kind"] != "rl" or w.get("harness"):
+    if w["kind"] != "rl" or w.get("harness") or w.get("recorded") == "1":
         raise SpecError(
             f"{run} makes its own samples; `environment: null` takes yours", problems=[]
         )
@@ -201,13 +203,6 @@ def check_owner(services: Services, tenant: str, run: str) -> None:
     """Another tenant's run is as unknown as one that never was. Raises `NotFoundError`."""
     if services.ledger.workload(run)["tenant"] != tenant:
         raise NotFoundError(f"no run {run}", workload=run)
-
-
-def load_sft_spec(services: Services, tenant: str, run: str) -> SFTSpec:
-    spec = load_spec(services, tenant, run)
-    if not isinstance(spec, SFTSpec):
-        raise SpecError(f"{run} is no fine-tuning", problems=[])
-    return spec
 
 
 def load_rl_spec(services: Services, tenant: str, run: str) -> RLSpec:

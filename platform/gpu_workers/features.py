@@ -38,6 +38,11 @@ class VLAFeature:
     def num_rows(self) -> int:
         return len(self.values)
 
+    def at(self, index: Tensor) -> VLAFeature:
+        """The rows of `index`, (N,)."""
+        mask = None if self.mask is None else self.mask[index]
+        return VLAFeature(self.kind, self.values[index], mask)
+
     def rows(self, start: int, stop: int) -> VLAFeature:
         mask = None if self.mask is None else self.mask[start:stop]
         return VLAFeature(self.kind, self.values[start:stop], mask)

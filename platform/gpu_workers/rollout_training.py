@@ -23,6 +23,7 @@ from vla_platform.gpu_workers.rollout_samples import (
     FALLBACK_COLUMNS,
     OPTIONAL_COLUMNS,
     TRAINING_COLUMNS,
+    WEIGHTED_COLUMNS,
 )
 from vla_platform.gpu_workers.slots import Slot
 from vla_platform.gpu_workers.teachers import Teachers
@@ -50,7 +51,7 @@ class RolloutTraining:
     def fetch(self, job: TrainingJob) -> dict[str, Any]:
         """What an update reads. Raises `LeaseLostError` where the samples are lost: the job is
         dropped, and another rollout takes its place."""
-        return self._fetch(job, (*TRAINING_COLUMNS, *OPTIONAL_COLUMNS))
+        return self._fetch(job, (*TRAINING_COLUMNS, *WEIGHTED_COLUMNS, *OPTIONAL_COLUMNS))
 
     def update(self, job: TrainingJob, columns: dict[str, Any]) -> PolicyResult | CodedError:
         """One update of the mounted policy. What is wrong with the rows is their tenant's error."""
@@ -69,7 +70,7 @@ class RolloutTraining:
 
         What an earlier try wrote stays: a newer actor would say something else.
         """
-        if "actor_log_prob" in self._services.payloads.metadata(job.partition_id, job.tenant_id):
+        if "actor_value" in self._services.payloads.metadata(job.partition_id, job.tenant_id):
             return
         columns = self._fetch(job, ACTOR_COLUMNS)
         try:

@@ -25,6 +25,7 @@ from vla_platform.errors import DivergedError, ModuleLoadError
 from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.action_modules.build import build_action_module
 from vla_platform.gpu_workers.action_modules.stochastic import trained_by_rl
+from vla_platform.gpu_workers.algorithms.awr import WeightedSamples, run_awr_update
 from vla_platform.gpu_workers.algorithms.policy_gradient import (
     PolicySamples,
     PolicyUpdate,
@@ -34,7 +35,7 @@ from vla_platform.gpu_workers.algorithms.sft import Samples, sft_loss
 from vla_platform.gpu_workers.normalization import Normalization, Statistics
 from vla_platform.gpu_workers.schedule import learning_rate
 from vla_platform.schema import Schema
-from vla_platform.specs import ActionModuleSpec, AdamWSpec, AlgorithmSpec
+from vla_platform.specs import ActionModuleSpec, AdamWSpec, AlgorithmSpec, AWRSpec
 
 STATE_VERSION = 1
 MixedPrecision = Literal["no", "bf16", "fp16"]
@@ -211,20 +212,27 @@ class Slot:
             step=self.step,
         )
 
-    def update_policy(self, samples: PolicySamples) -> PolicyUpdate:
+    def update_policy(self, samples: PolicySamples | WeightedSamples) -> PolicyUpdate:
         """One RL update: the algorithm's epochs over `samples`, in minibatches of its own order.
 
         Counts as one step and one version however many optimizer steps it takes. Raises
         `DivergedError`; the slot's numbers are then those of the middle of an update.
         """
-        assert self.config.algorithm is not None
+        algorithm = self.config.algorithm
         lr = learning_rate(self.config.optimizer, self.step, self.config.total_steps)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self.module.eval()  # dropout would make ratios of noise
-        update = run_policy_update(
-            self.module, samples, self.config.algorithm, generator=self._noise, step=self._descend
-        )
+        if isinstance(samples, WeightedSamples):
+            assert isinstance(algorithm, AWRSpec)
+            update = run_awr_update(
+                self.module, samples, algorithm, generator=self._noise, step=self._descend
+            )
+        else:
+            assert not isinstance(algorithm, AWRSpec | None)
+            update = run_policy_update(
+                self.module, samples, algorithm, generator=self._noise, step=self._descend
+            )
         if not math.isfinite(update.loss):
             raise self._diverged("loss", update.loss)
         self.step += 1

@@ -14,6 +14,7 @@ from vla_platform.specs.base import (
     check_name,
     nearest,
 )
+from vla_platform.specs.offline import OfflineSpec, SourceSpec
 from vla_platform.specs.parsing import (
     MAX_SPEC_BYTES,
     WorkloadSpec,
@@ -43,6 +44,7 @@ from vla_platform.specs.rewards import (
 )
 from vla_platform.specs.rl import (
     AlgorithmSpec,
+    AWRSpec,
     EnvironmentSpec,
     GRPOSpec,
     PPOSpec,
@@ -57,6 +59,7 @@ __all__ = [
     "DEFAULT_EVERY_STEPS",
     "MAX_SPEC_BYTES",
     "SPEC_VERSION",
+    "AWRSpec",
     "ActionModuleSpec",
     "AdamWSpec",
     "AlgorithmSpec",
@@ -73,6 +76,7 @@ __all__ = [
     "Int",
     "LimitsSpec",
     "OFTModule",
+    "OfflineSpec",
     "PPOSpec",
     "RLSpec",
     "ReinforceSpec",
@@ -80,6 +84,7 @@ __all__ = [
     "RolloutSpec",
     "SFTSpec",
     "ScheduleSpec",
+    "SourceSpec",
     "Spec",
     "TeacherSpec",
     "UpdateSpec",

@@ -143,11 +143,12 @@ local function mark(_, args)
       flat[#flat + 1] = value
     end
   end
+  local stepped = redis.call('SISMEMBER', 'vla:rollouts', job_id) == 1
   unlist(job_id, j)
   redis.call('HSET', key, unpack(flat))
   if j.state == 'reserved' then
     redis.call('ZADD', 'vla:w:' .. j.workload .. ':jobs', '+inf', job_id)
-    if j.task_type == 'rl' then
+    if stepped then -- not where the episodes were recorded, or the environments are the tenant's
       local began = tonumber(redis.call('HGET', key, 'created'))
       use(j.tenant_id, j.policy_key, j.workload, {simulator_s = (now_ms() - began) / 1000})
     end

@@ -20,7 +20,7 @@ from vla_platform.gpu_workers.algorithms.ppo import (
     policy_loss,
 )
 from vla_platform.gpu_workers.features import VLAFeature
-from vla_platform.specs import AlgorithmSpec, PPOSpec, ReinforceSpec
+from vla_platform.specs import GRPOSpec, PPOSpec, ReinforceSpec
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,8 @@ class PolicySamples:
         return len(self.latent)
 
     def rows(self, index: Tensor) -> PolicySamples:
-        mask = self.feature.mask
         return PolicySamples(
-            VLAFeature(
-                self.feature.kind,
-                self.feature.values[index],
-                None if mask is None else mask[index],
-            ),
+            self.feature.at(index),
             None if self.state is None else self.state[index],
             self.latent[index],
             self.rollout.rows(index),
@@ -68,11 +63,12 @@ class PolicyUpdate:
     step: int = 0
 
 
+PolicyGradientSpec = PPOSpec | GRPOSpec | ReinforceSpec
 Step = Callable[[Tensor], float]
 """Goes down a loss; returns the norm of its gradient."""
 
 
-def loss_config(algorithm: AlgorithmSpec) -> PolicyLossConfig:
+def loss_config(algorithm: PolicyGradientSpec) -> PolicyLossConfig:
     """What the losses need of a spec."""
     if isinstance(algorithm, ReinforceSpec):
         return PolicyLossConfig(surrogate=False, entropy_weight=algorithm.entropy_weight)
@@ -99,7 +95,7 @@ def loss_config(algorithm: AlgorithmSpec) -> PolicyLossConfig:
 def run_policy_update(
     module: ActionModule,
     samples: PolicySamples,
-    algorithm: AlgorithmSpec,
+    algorithm: PolicyGradientSpec,
     *,
     generator: Generator,
     step: Step,
@@ -132,12 +128,12 @@ def run_policy_update(
             norms.append(step(loss.total))
             steps += 1
     return PolicyUpdate(
-        loss=_mean([loss.total for loss in found]),
-        policy_loss=_mean([loss.policy for loss in found]),
-        value_loss=_mean([loss.value for loss in found]),
-        entropy=_mean([loss.entropy for loss in found]),
-        approx_kl=_mean([loss.approx_kl for loss in found]),
-        clip_fraction=_mean([loss.clip_fraction for loss in found]),
+        loss=mean_over([loss.total for loss in found]),
+        policy_loss=mean_over([loss.policy for loss in found]),
+        value_loss=mean_over([loss.value for loss in found]),
+        entropy=mean_over([loss.entropy for loss in found]),
+        approx_kl=mean_over([loss.approx_kl for loss in found]),
+        clip_fraction=mean_over([loss.clip_fraction for loss in found]),
         grad_norm=sum(norms) / len(norms) if norms else 0.0,
         num_rows=samples.num_rows,
         optimizer_steps=steps,
@@ -145,5 +141,5 @@ def run_policy_update(
     )
 
 
-def _mean(values: list[Tensor]) -> float:
+def mean_over(values: list[Tensor]) -> float:
     return float(torch.stack([value.detach() for value in values]).mean()) if values else 0.0

@@ -103,3 +103,41 @@ def test_rewards_are_told_apart_and_survive_the_round_trip() -> None:
         assert isinstance(spec.reward, kind)
         assert spec == parse_spec_json(canonical_json(spec.model_dump(mode="json")))
     assert isinstance(rl().reward, EnvironmentReward)
+
+
+OFFLINE = {
+    "environment": None,
+    "data": {"sources": [{"dataset": {"path": "mixed"}, "reward": "next.reward"}]},
+    "algorithm": {"kind": "awr"},
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": {"kind": "ppo"}},
+        {"environment": {"id": "tabletop/reach"}},
+        {"reward": {"kind": "distillation", "teacher": {"policy": "x", "version": 1}}},
+        {"data": {"sources": []}},
+        {"data": {"sources": [{"dataset": {"path": "mixed"}}]}},
+        {"data": {**OFFLINE["data"], "episodes_per_update": 0}},
+        {"data": {"sources": 2 * OFFLINE["data"]["sources"], "episodes_per_update": 1}},
+        {"algorithm": {"kind": "awr", "temperature": 0}},
+        {"algorithm": {"kind": "awr", "temperature": NAN}},
+        {"algorithm": {"kind": "awr", "max_weight": 0.5}},
+    ],
+)
+def test_offline_runs_that_cannot_learn_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(SpecError):
+        rl(**{**OFFLINE, **changes})
+
+
+def test_offline_runs_choose_their_checkpoints_and_need_no_environment() -> None:
+    spec = rl(**OFFLINE, checkpoint={"every_steps": 5})
+    assert spec.data is not None
+    assert spec == parse_spec_json(canonical_json(spec.model_dump(mode="json")))
+    without = {name: value for name, value in GOOD.items() if name != "environment"}
+    again = parse_spec({**without, **{k: v for k, v in OFFLINE.items() if k != "environment"}})
+    assert isinstance(again, RLSpec)
+    with pytest.raises(SpecError, match="environment is missing"):
+        parse_spec(without)
