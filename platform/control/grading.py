@@ -52,7 +52,7 @@ def _grade(services: Services, job: TrainingJob) -> None:
         with kept_alive(ledger, job, lease_s=services.settings.lease_s) as keeper:
             values = _write_grades(services, job)
             keeper.check()
-        reach(Failpoint.SCORES_WRITTEN)
+        reach(Failpoint.COLUMNS_WRITTEN)
         state = state_after(job.lifecycle, JobState.COMPUTING_SCORES)
         if ledger.mark(job, state, scored=1):
             dispatch.go_on(job, state)

@@ -22,17 +22,27 @@ from vla_platform.gpu_workers.algorithms.sft import Samples
 from vla_platform.gpu_workers.features import FeatureEncoder, stack_features
 from vla_platform.gpu_workers.samples import reads_state, rows_of
 from vla_platform.schema import Schema
+from vla_platform.specs import AlgorithmSpec, AWRSpec
 
 Columns = Mapping[str, Any]
 
 TRAINING_COLUMNS = ("latent", "log_prob", "advantages", "trained", "state", "is_transition")
 OPTIONAL_COLUMNS = ("returns", "value", "feature", "actor_log_prob", "actor_value")
 WEIGHTED_COLUMNS = ("actions", "advantages", "trained", "state", "is_transition")
-"""What advantage-weighted regression reads; `returns` and `feature` where there are any."""
+WEIGHTED_OPTIONAL = ("returns", "feature")
 ACTOR_COLUMNS = ("latent", "state", "is_transition", "next_row", "terminated", "feature")
 """What the actor's forward reads, beside the fallback."""
+ROW = "row"
+"""Which row of the partition each one is, where only some were fetched."""
 FALLBACK_COLUMNS = ("images", "frame_digest", "prompt", "state")
 """What the rows are encoded from where no features were kept."""
+
+
+def columns_of(algorithm: AlgorithmSpec) -> tuple[str, ...]:
+    """What an update reads, beside the fallback: what it needs, and what it uses if it is there."""
+    if isinstance(algorithm, AWRSpec):
+        return (*WEIGHTED_COLUMNS, *WEIGHTED_OPTIONAL)
+    return (*TRAINING_COLUMNS, *OPTIONAL_COLUMNS)
 
 
 def encode_rows(
@@ -69,6 +79,8 @@ class Decisions:
         chosen = np.asarray(self._columns[name], np.float32)[self.rows]
         if not np.isfinite(chosen).all():
             row = int(self.rows[np.argwhere(~np.isfinite(chosen))[0, 0]])
+            if ROW in self._columns:
+                row = int(self._columns[ROW][row])
             raise DataError(f"column {name!r} is not finite at row {row}", column=name, row=row)
         return torch.from_numpy(chosen.copy()).to(self._device)
 

@@ -40,6 +40,7 @@ from vla_platform.gpu_workers.training import (
 from vla_platform.metrics.events import Event
 from vla_platform.specs import (
     DEFAULT_EVERY_STEPS,
+    AlgorithmSpec,
     DistillationReward,
     RLSpec,
     SFTSpec,
@@ -138,7 +139,7 @@ class TrainingRunner:
                 if not self._hold(job):
                     continue
                 if job.task_type == "rl":
-                    rollouts.append((job, self._rollouts.fetch(job)))
+                    rollouts.append((job, self._rollouts.fetch(job, self._algorithm(job))))
                     continue
                 item = self._fetch(job)
             except LedgerError as error:
@@ -206,6 +207,11 @@ class TrainingRunner:
         self._mounted[job.policy_key].last_job = job
         return True
 
+    def _algorithm(self, job: TrainingJob) -> AlgorithmSpec:
+        spec = self._mounted[job.policy_key].spec
+        assert isinstance(spec, RLSpec)
+        return spec.algorithm
+
     def compute_stages(self) -> int:
         """What jobs of this base model need before their advantages: a teacher's scores, the
         actor's forward. Returns how many were done."""
@@ -237,7 +243,7 @@ class TrainingRunner:
                     self._score(job)
                 else:
                     self._rollouts.forward_actor(job, lambda: self._actor(job))
-            reach(Failpoint.SCORES_WRITTEN)
+            reach(Failpoint.COLUMNS_WRITTEN)
             state = state_after(job.lifecycle, JobState(job.state))
             if ledger.mark(job, state, **more):
                 dispatch.go_on(job, state)

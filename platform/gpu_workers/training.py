@@ -23,7 +23,7 @@ from vla_platform.errors import (
     NotFoundError,
     PlatformError,
 )
-from vla_platform.gpu_workers.algorithms.policy_gradient import PolicyUpdate
+from vla_platform.gpu_workers.algorithms.policy_gradient import MAX_TOKENS, PolicyUpdate
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.canonical import Row
 from vla_platform.gpu_workers.feature_cache import FeatureCache
@@ -96,12 +96,15 @@ class TrainingModelService:
         *,
         cache: FeatureCache | None = None,
         mixed_precision: MixedPrecision = "no",
+        max_tokens: int = MAX_TOKENS,
         between: Callable[[], None] = lambda: None,
     ) -> None:
-        """`cache=None` encodes every row every time; `between` runs between two updates."""
+        """`cache=None` encodes every row every time; `max_tokens` bounds one pass of a module in an
+        RL update; `between` runs between two updates."""
         self.backbone = backbone
         self.encoder = FeatureEncoder(backbone, cache=cache)
         self.mixed_precision: MixedPrecision = mixed_precision
+        self._max_tokens = max_tokens
         self._between = between
         self._slots: dict[str, Slot] = {}
 
@@ -200,7 +203,7 @@ class TrainingModelService:
         weighted = isinstance(slot.config.algorithm, AWRSpec)
         read = weighted_samples if weighted else policy_samples
         samples, num_forwards = read(columns, slot.module, self.encoder)
-        update = slot.update_policy(samples)
+        update = slot.update_policy(samples, max_tokens=self._max_tokens)
         return PolicyResult(
             policy_key=policy_key,
             policy_version=slot.policy_version,

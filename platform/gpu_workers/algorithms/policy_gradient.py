@@ -1,13 +1,15 @@
 """An RL update: epochs of minibatches over the decisions of one rollout.
 
 The order of rows is drawn from the policy's own generator, so an update is a function of the slot
-and the samples alone, whoever else is on the device.
+and the samples alone, whoever else is on the device. A minibatch too long for one pass is packed
+into several, whose gradients add up to its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -17,10 +19,15 @@ from vla_platform.gpu_workers.algorithms.ppo import (
     PolicyLoss,
     PolicyLossConfig,
     RolloutSamples,
+    Totals,
     policy_loss,
 )
 from vla_platform.gpu_workers.features import VLAFeature
+from vla_platform.rl.packing import micro_batches
 from vla_platform.specs import GRPOSpec, PPOSpec, ReinforceSpec
+
+MAX_TOKENS = 1 << 15
+"""Feature tokens of one pass of a module, unless a worker's settings say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,14 @@ class PolicySamples:
     @property
     def num_rows(self) -> int:
         return len(self.latent)
+
+    def passes(self, max_tokens: int) -> Iterator[PolicySamples]:
+        """These rows in parts of at most `max_tokens` tokens, without needless padding."""
+        for part in micro_batches(self.feature.lengths, max_tokens=max_tokens):
+            found = self
+            if len(part) < self.num_rows:
+                found = self.rows(torch.tensor(part, device=self.latent.device))
+            yield replace(found, feature=found.feature.trimmed())
 
     def rows(self, index: Tensor) -> PolicySamples:
         return PolicySamples(
@@ -58,14 +73,26 @@ class PolicyUpdate:
     grad_norm: float
     num_rows: int
     optimizer_steps: int
+    num_passes: int  # forward and backward passes of the module, of all epochs
     stopped_early: bool  # the divergence passed `target_kl`
     lr: float = 0.0
     step: int = 0
 
 
 PolicyGradientSpec = PPOSpec | GRPOSpec | ReinforceSpec
-Step = Callable[[Tensor], float]
-"""Goes down a loss; returns the norm of its gradient."""
+
+
+class Descent(Protocol):
+    """How an update goes down its losses."""
+
+    def add(self, share: Tensor) -> None:
+        """Add the gradient of a part of the next step's loss."""
+
+    def step(self) -> float:
+        """Take the step; returns the norm of its gradient."""
+
+    def discard(self) -> None:
+        """Forget what was added: no step is taken."""
 
 
 def loss_config(algorithm: PolicyGradientSpec) -> PolicyLossConfig:
@@ -98,7 +125,8 @@ def run_policy_update(
     algorithm: PolicyGradientSpec,
     *,
     generator: Generator,
-    step: Step,
+    descent: Descent,
+    max_tokens: int = MAX_TOKENS,
 ) -> PolicyUpdate:
     """All epochs of an update. A minibatch in which nothing is valid takes no step (PF-31)."""
     config = loss_config(algorithm)
@@ -108,7 +136,7 @@ def run_policy_update(
         target = algorithm.target_kl
     found: list[PolicyLoss] = []
     norms: list[float] = []
-    steps = 0
+    steps = num_passes = 0
     stopped = False
     for _ in range(epochs):
         if stopped:
@@ -119,13 +147,22 @@ def run_policy_update(
             part = samples.rows(index.to(samples.latent.device))
             if not bool(part.rollout.valid.any()):
                 continue
-            judged = module.evaluate(part.feature, part.state, part.latent)
-            loss = policy_loss(judged.log_prob, judged.entropy, judged.value, part.rollout, config)
-            found.append(loss)
-            if target is not None and float(loss.approx_kl) > target:
+            totals = Totals.of(part.rollout.valid)
+            shares: list[PolicyLoss] = []
+            for one in part.passes(max_tokens):
+                judged = module.evaluate(one.feature, one.state, one.latent)
+                share = policy_loss(
+                    judged.log_prob, judged.entropy, judged.value, one.rollout, config, totals
+                )
+                descent.add(share.total)
+                shares.append(share)
+            num_passes += len(shares)
+            found.append(sum_of(shares))
+            if target is not None and float(found[-1].approx_kl) > target:
+                descent.discard()
                 stopped = True
                 break
-            norms.append(step(loss.total))
+            norms.append(descent.step())
             steps += 1
     return PolicyUpdate(
         loss=mean_over([loss.total for loss in found]),
@@ -137,8 +174,15 @@ def run_policy_update(
         grad_norm=sum(norms) / len(norms) if norms else 0.0,
         num_rows=samples.num_rows,
         optimizer_steps=steps,
+        num_passes=num_passes,
         stopped_early=stopped,
     )
+
+
+def sum_of(shares: list[PolicyLoss]) -> PolicyLoss:
+    """What a batch's parts say together, without gradients."""
+    each = [[getattr(one, field.name) for one in shares] for field in fields(PolicyLoss)]
+    return PolicyLoss(*(torch.stack([value.detach() for value in found]).sum() for found in each))
 
 
 def mean_over(values: list[Tensor]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from vla_platform.control.ledger import TEST_CLOCK_KEY, Ledger
 from vla_platform.control.services import Services, connect
 from vla_platform.control.states import JobState, Stage, state_after
 from vla_platform.control.training_job import ReserveLimits, TrainingJob
-from vla_platform.control.workloads import ledger_fields, spec_key
+from vla_platform.control.workloads import ledger_fields, load_rl_spec, spec_key
 from vla_platform.errors import UnavailableError
 from vla_platform.rl.graders import GRADERS, EpisodeRows, Grader
 from vla_platform.rl.rewards import GRADE
@@ -302,6 +303,34 @@ def test_a_reward_that_is_no_number_ends_its_own_run_only_b39(services: Services
     assert services.ledger.workload(bad)["state"] == "failed"
     assert "not finite" in services.ledger.workload(bad)["reason"]
     assert state_of(services, other) == "ready"
+
+
+def test_an_update_reads_the_rows_and_columns_that_train_something(services: Services) -> None:
+    """Nothing of a group whose scores are equal, no final observation, no pixels where features
+    were kept."""
+    training = pytest.importorskip("vla_platform.gpu_workers.rollout_training")
+    backbone = importlib.import_module("vla_platform.gpu_workers.backbone")
+    models = importlib.import_module("vla_platform.gpu_workers.training")
+    device = importlib.import_module("vla_platform.gpu_workers.device")
+    run = start(services)
+    job = roll_out(services, run, rewards=(1, 1, 2, 0))
+    late = {
+        "latent": np.arange(8.0).reshape(8, 1, 1, 1), "images": np.zeros((8, 1, 4, 4, 3), np.uint8),
+        "feature": [np.full((at + 1, 2), at, np.float32) for at in range(8)],
+    }  # fmt: skip
+    services.payloads.put(job.partition_id, "a", late, ttl_s=TTL_S)
+    advantages.compute_ready(services, "adv")
+    service = models.TrainingModelService(backbone.Backbone.load("tiny-random"))
+    rollouts = training.RolloutTraining(services, service, device.DeviceTurns())
+    spec = load_rl_spec(services, "a", run)
+    found = rollouts.fetch(job, spec.algorithm)
+    assert list(found["row"]) == [4, 6]
+    assert [len(one) for one in found["feature"]] == [5, 7]
+    assert found["latent"].reshape(-1).tolist() == [4.0, 6.0]
+    assert found["advantages"][:, 0].tolist() == [1.0, -1.0]
+    assert "images" not in found
+    assert "rewards" not in found
+    rollouts.close()
 
 
 @contextlib.contextmanager
