@@ -12,15 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
+from tests.acceptance.recorded import offline, write_mixed
 from vla_platform.cli.tenants import Operator, operator
 from vla_platform.client import Platform, Run
-from vla_platform.datasets.metadata import Feature
 from vla_platform.datasets.recording import make_demonstrations
-from vla_platform.datasets.writer import EpisodeData, write_dataset
 from vla_platform.envs.tabletop import Tabletop
 from vla_platform.errors import NotFoundError, SpecError, WorkloadFailedError
 from vla_platform.stack import operate
@@ -37,6 +35,7 @@ Stack = tuple[Path, Operator, dict[str, Platform]]
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("rl")
     make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=6, seed=0)
+    write_mixed(folder / "data" / "mixed")
     var = folder / "var"
     roles = (*ROLES, *environment_roles(1, {"tabletop": 1.0}, var))
     environment = {**os.environ, "VLA_BASE_MODELS": "tiny=tiny-random"}
@@ -256,72 +255,16 @@ def test_teachers_that_cannot_teach_are_refused(stack: Stack, tuned: dict[str, s
             platforms["a"].submit(spec("p", tuned["a"], reward=reward))
 
 
-@pytest.fixture(scope="module")
-def mixed(stack: Stack) -> str:
-    """Episodes of the expert, and of somebody who goes astray, with rewards and flags."""
-    env = Tabletop(max_steps=12, dense=True)
-    features = {
-        **{f"observation.images.{name}": Feature("video", (*size, 3))
-           for name, size in env.info.cameras.items()},
-        "observation.state": Feature("float32", (len(env.info.state_names),)),
-        "action": Feature("float32", (len(env.info.action_names),)),
-        "next.reward": Feature("float32", (1,)), "next.success": Feature("bool", (1,)),
-    }  # fmt: skip
-    path = stack[0].parent / "data" / "mixed"
-    write_dataset(
-        path, [played(env, seed) for seed in range(6)], fps=10.0, features=features,
-        robot_type="tabletop",
-    )  # fmt: skip
-    return "mixed"
-
-
-def played(env: Tabletop, seed: int) -> EpisodeData:
-    seen, seens, actions, rewards, success = env.reset(seed), [], [], [], []
-    while True:
-        action = env.expert_action() if seed % 2 else np.array([0.5, -0.5, -1.0], np.float32)
-        seens.append(seen)
-        actions.append(action)
-        step = env.step(action)
-        rewards.append([step.reward])
-        success.append([bool(step.info["success"])])
-        seen = step.observation
-        if step.done:
-            break
-    return EpisodeData(
-        columns={
-            "observation.state": np.stack([one.state for one in seens]),
-            "action": np.stack(actions),
-            "next.reward": np.array(rewards, np.float32),
-            "next.success": np.array(success),
-        },
-        images={f"observation.images.{name}": np.stack([one.images[name] for one in seens])
-                for name in env.info.cameras},
-        task=seens[0].task,
-    )  # fmt: skip
-
-
-def offline(mixed: str, **changes: Any) -> dict[str, Any]:
-    source = {"dataset": {"path": mixed}, "reward": "next.reward", "success": "next.success"}
-    return {
-        "environment": None,
-        "data": {"sources": [source], "episodes_per_update": 2},
-        "algorithm": {"kind": "awr", "epochs": 1, "minibatches": 2},
-        "updates": 8,
-        "limits": {"max_in_flight": 3},
-        **changes,
-    }
-
-
 @pytest.mark.parametrize(
     ("role", "baseline", "in_flight"), [("gpu", "value", 1), ("gpu", "mean", 3), ("sft", "mean", 3)]
 )
 def test_recorded_episodes_train_by_the_same_path_and_resume_bit_by_bit(
-    stack: Stack, tuned: dict[str, str], mixed: str, role: str, baseline: str, in_flight: int
+    stack: Stack, tuned: dict[str, str], role: str, baseline: str, in_flight: int
 ) -> None:
     """No environment, no staleness; a killed worker changes no bit, and checkpoints may be rare."""
     var, admin, platforms = stack
     rare = offline(
-        mixed, checkpoint={"every_steps": 3}, limits={"max_in_flight": in_flight},
+        checkpoint={"every_steps": 3}, limits={"max_in_flight": in_flight},
         algorithm={"kind": "awr", "baseline": baseline, "epochs": 1, "minibatches": 2},
     )  # fmt: skip
     straight = platforms["a"].submit(spec(f"recorded-{role}-{baseline}", tuned["a"], **rare))
@@ -338,18 +281,18 @@ def test_recorded_episodes_train_by_the_same_path_and_resume_bit_by_bit(
 
 
 def test_a_flow_matching_policy_learns_from_two_sources_by_share(
-    stack: Stack, tuned: dict[str, str], mixed: str
+    stack: Stack, tuned: dict[str, str]
 ) -> None:
     _, admin, platforms = stack
-    source = {"dataset": {"path": mixed}, "success": "next.success"}
+    source = {"dataset": {"path": "mixed"}, "success": "next.success"}
     data = {
         "sources": [
             {**source, "share": 3},
-            {**source, "dataset": {"path": mixed, "episodes": [1]}},
+            {**source, "dataset": {"path": "mixed", "episodes": [1]}},
         ],
         "episodes_per_update": 4,
     }  # fmt: skip
-    run = platforms["b"].submit(spec("two-sources", tuned["b"], **offline(mixed, data=data)))
+    run = platforms["b"].submit(spec("two-sources", tuned["b"], **offline(data=data)))
     assert run.result(TIMEOUT_S).step == 8
     assert admin.ledger.client.hget("vla:usage:b", "jobs") is not None
     with pytest.raises(SpecError, match="makes its own samples"):
@@ -357,14 +300,14 @@ def test_a_flow_matching_policy_learns_from_two_sources_by_share(
 
 
 def test_recorded_data_that_do_not_fit_are_refused_by_name(
-    stack: Stack, tuned: dict[str, str], mixed: str
+    stack: Stack, tuned: dict[str, str]
 ) -> None:
     for dataset, name in (
-        ({"path": mixed, "action": "observation.state", "state": "next.reward"}, "state"),
-        ({"path": mixed, "state": "action", "action": "next.reward"}, "action"),
+        ({"path": "mixed", "action": "observation.state", "state": "next.reward"}, "state"),
+        ({"path": "mixed", "state": "action", "action": "next.reward"}, "action"),
     ):
         data = {"sources": [{"dataset": dataset, "reward": "next.reward"}]}
-        run = stack[2]["a"].submit(spec("misfit", tuned["a"], **offline(mixed, data=data)))
+        run = stack[2]["a"].submit(spec("misfit", tuned["a"], **offline(data=data)))
         with pytest.raises(WorkloadFailedError, match=name):
             run.result(TIMEOUT_S)
 

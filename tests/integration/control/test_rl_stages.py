@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import redis
 from celery import Celery
 
-from vla_platform.control import advantages, grading
+from vla_platform.control import advantages, dispatch, grading
 from vla_platform.control.ledger import TEST_CLOCK_KEY, Ledger
 from vla_platform.control.services import Services, connect
 from vla_platform.control.states import JobState, Stage, state_after
@@ -42,7 +43,8 @@ def services(
 ) -> Iterator[Services]:
     monkeypatch.setattr(grading, "reach", lambda failpoint: None)
     # Hints go nowhere: the ledger must do without them.
-    Celery("hints", broker="memory://", set_as_current=True)
+    app = Celery("hints", broker="memory://", set_as_current=False)
+    monkeypatch.setattr(dispatch, "current_app", app)
     (tmp_path / "key").write_bytes(b"the platform's key")
     found = connect(
         Settings(
@@ -287,6 +289,29 @@ def test_128_rollouts_fan_in_once_each_through_dropped_connections_pf28(
     ready = [services.ledger.descriptor(job.job_id)["ready_seq"] for job in jobs]
     assert len(set(ready)) == 128
     assert services.ledger.client.zcard("vla:stage:advantages") == 0
+
+
+def test_hints_that_come_twice_to_several_workers_compute_each_job_once_pf28(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graded: list[float] = []
+
+    def note(group: Sequence[EpisodeRows], options: Mapping[str, float]) -> list[float]:
+        graded.append(1.0)
+        return [one.meta.score for one in group]
+
+    run = start(services, reward={**use_grader(monkeypatch, note), "deadline_s": 600.0})
+    jobs = [roll_out(services, run) for _ in range(12)]
+    with ThreadPoolExecutor(6) as workers:
+        for stage, work in (
+            (Stage.SCORES, grading.grade_waiting),
+            (Stage.ADVANTAGES, advantages.compute_ready),
+        ):
+            while (stage, "") in services.ledger.due().stages:
+                list(workers.map(lambda name, work=work: work(services, name), "abcdef"))
+    assert len(graded) == len(jobs) * NUM_GROUPS
+    assert {state_of(services, job) for job in jobs} == {"ready"}
+    assert all(advantages_of(services, job) == [0.5, -0.5, 1.0, -1.0] for job in jobs)
 
 
 def test_a_reward_that_is_no_number_ends_its_own_run_only_b39(services: Services) -> None:
