@@ -214,6 +214,17 @@ def test_a_grader_rewards_from_a_task_of_its_own(stack: Stack, tuned: dict[str, 
     assert runs[0].explain()["unscored"] == 0
 
 
+@pytest.mark.parametrize("kind", ["awr", "ppo"])
+def test_graders_and_advantage_weights_go_with_any_environment(
+    stack: Stack, tuned: dict[str, str], kind: str
+) -> None:
+    run = stack[2]["b"].submit(
+        spec(f"graded-{kind}", tuned["b"], algorithm={"kind": kind, "epochs": 1}, updates=2,
+             reward={"kind": "grader", "name": "smoothness@1", "on_failure": "fail"})
+    )  # fmt: skip
+    assert run.result(TIMEOUT_S).step == 2
+
+
 DISTILLED = {"algorithm": {"kind": "reinforce", "gamma": 0.0, "normalize_advantages": False}}
 
 
