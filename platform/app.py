@@ -15,13 +15,14 @@ from vla_platform.settings import Settings, load_settings
 from vla_platform.stack.readiness import announce
 from vla_platform.telemetry import install as install_telemetry
 
-QUEUES = ("control", "sft", "advantages", "training", "audit")
+QUEUES = ("control", "sft", "graders", "advantages", "training", "audit")
 """Beside these, `rollout.<harness>` and `evaluation.<harness>` of each harness, and a rollout queue
 of each environment host (`environment_queues`)."""
 
 TASK_ROUTES = {
     "control.*": {"queue": "control"},
     "sft.*": {"queue": "sft"},
+    "graders.*": {"queue": "graders"},
     "advantages.*": {"queue": "advantages"},
     "training.*": {"queue": "training"},
     "audit.*": {"queue": "audit"},
@@ -36,6 +37,7 @@ TASK_MODULES = (
     "vla_platform.tasks.ingress",
     "vla_platform.tasks.rollout",
     "vla_platform.tasks.sft",
+    "vla_platform.tasks.graders",
     "vla_platform.tasks.advantages",
     "vla_platform.tasks.training",
 )

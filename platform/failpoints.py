@@ -37,6 +37,8 @@ class Failpoint(StrEnum):
     """The training task is done; its message is not yet acknowledged."""
     PAYLOAD_WRITTEN = "payload_written"
     """A producer has written samples; the ledger does not call them ready."""
+    COLUMNS_WRITTEN = "columns_written"
+    """A stage (scores, the actor's forward) has written its columns; the ledger has not heard."""
     META_PUBLISHED = "meta_published"
     """The ledger calls them ready; no task was sent."""
     STAGE_DONE = "stage_done"

@@ -33,6 +33,17 @@ class Schema:
     def signature(self) -> str:
         return hashlib.sha256(canonical_json(asdict(self))).hexdigest()
 
+    def differs_beside_base(self, other: Schema) -> str:
+        """What another policy sees or does otherwise, in words; base model and picture size, which
+        follows from it, may differ. Empty: nothing."""
+        mine, theirs = asdict(self), asdict(other)
+        compared = mine.keys() - {"base_model", "base_digest", "image_size"}
+        return ", ".join(
+            f"{name} is {theirs[name]!r}, not {mine[name]!r}"
+            for name in sorted(compared)
+            if theirs[name] != mine[name]
+        )
+
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
 

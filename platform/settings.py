@@ -48,6 +48,9 @@ class Settings(BaseModel):
     device: str = Field("auto", description="auto | cpu | cuda")
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
     feature_cache_bytes: int = Field(512 << 20, ge=0, description="0 switches the cache off")
+    update_tokens: int = Field(
+        1 << 15, ge=1, description="feature tokens of one pass of an action module in an RL update"
+    )
     max_group: int = Field(8, ge=1, description="training jobs that may share one backbone forward")
     lease_s: float = Field(10.0, gt=0.5, description="how long a silent worker keeps its work")
     gpu_roles: str = Field("training,inference", description="what a GPU worker does, by comma")

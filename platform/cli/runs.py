@@ -144,9 +144,14 @@ def follow(run: Run) -> None:
             if event["kind"] == "state":
                 total = run.status().total_steps
                 progress.update(bar, total=total, description=f"{run.id} {event['state']}")
-            elif event["kind"] == "step":
+            elif event["kind"] in ("step", "update"):
                 shown = f"{run.id} training loss {event['loss']:.4f}"
                 progress.update(bar, completed=event["step"], description=shown)
+            elif event["kind"] == "unscored":
+                progress.console.print(
+                    f"rollout {event['position']} has no scores ({event['outcome']}): "
+                    f"{event['reason']}"
+                )
             elif event["kind"] == "heldout":
                 progress.console.print(
                     f"step {event['step']}: held-out loss {event['heldout_loss']:.4f}"

@@ -255,7 +255,7 @@ class Run:
         return WorkloadState(answer)
 
     def explain(self, *, timeout_s: float = 30.0) -> dict[str, Any]:
-        """What the run waits for: `waits_for, position, estimate_s, jobs, dropped`."""
+        """What the run waits for: `waits_for, position, estimate_s, jobs, dropped, unscored`."""
         answer: dict[str, Any] = self._connection.call(
             "ingress.explain", timeout_s=timeout_s, shown=self.id, run=self.id
         )

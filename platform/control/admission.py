@@ -17,9 +17,19 @@ from vla_platform.envs.harnesses import check_request
 from vla_platform.envs.sessions import EnvironmentRequest
 from vla_platform.envs.suites import suite
 from vla_platform.errors import SpecError, UnavailableError
+from vla_platform.rl.graders import GRADERS
 from vla_platform.rl.groups import SCORE_HOOKS, SHAPE_HOOKS, find_hook
 from vla_platform.schema import Schema
-from vla_platform.specs import RLSpec, SFTSpec, WorkloadSpec, nearest
+from vla_platform.specs import (
+    DatasetSpec,
+    DistillationReward,
+    GraderReward,
+    RLSpec,
+    SFTSpec,
+    TeacherSpec,
+    WorkloadSpec,
+    nearest,
+)
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.manifests import Manifest
 
@@ -31,7 +41,7 @@ def check(services: Services, tenant: str, spec: WorkloadSpec) -> str:
         own = spec.evaluation
         suite(own.suite, episodes=own.episodes, seed=own.seed, options=own.options)
     if isinstance(spec, SFTSpec):
-        dataset = open_for(services, tenant, spec)
+        dataset = open_for(services, tenant, spec.dataset)
         schema = derive_schema(services, spec, dataset)
         split_episodes(spec, dataset)
         if spec.init_from is not None:
@@ -56,6 +66,8 @@ def check_rl(services: Services, tenant: str, spec: RLSpec) -> Prepared:
         find_hook(hook.name, SCORE_HOOKS)
     for hook in spec.shape_hooks:
         find_hook(hook.name, SHAPE_HOOKS)
+    if isinstance(spec.reward, GraderReward):
+        find_hook(spec.reward.name, GRADERS)
     base = served(services, spec.base_model)
     manifest = checkpoint_manifest(services, tenant, spec.init_from)
     prepared = load_prepared(services, tenant, manifest.workload_id)
@@ -65,7 +77,38 @@ def check_rl(services: Services, tenant: str, spec: RLSpec) -> Prepared:
             f"{spec.base_model} is {str(base['digest'])[:12]}",
             problems=[{"field": "init_from", "value": spec.init_from, "problem": "other base"}],
         )
+    if isinstance(spec.reward, DistillationReward):
+        check_teacher(services, tenant, spec, spec.reward.teacher, prepared)
     return prepared
+
+
+def check_teacher(
+    services: Services, tenant: str, spec: RLSpec, teacher: TeacherSpec, student: Prepared
+) -> None:
+    """A teacher is a policy of the tenant that sees and does what the student does.
+
+    Of a published version, whose record is not read here, the rest is checked where it scores.
+    Raises `SpecError`, `NotFoundError`, `CheckpointNotFoundError`.
+    """
+    base_model = teacher.base_model or spec.base_model
+    served(services, base_model)
+    if isinstance(teacher.version, int):
+        found = services.ledger.base_model_of(tenant, teacher.policy)
+        problem = "" if found == base_model else f"it belongs to base model {found}"
+    else:
+        manifest = checkpoint_manifest(services, tenant, teacher.version)
+        schema = load_prepared(services, tenant, manifest.workload_id).schema
+        problem = student.schema.differs_beside_base(schema)
+        if schema.base_model != base_model:
+            problem = f"it belongs to base model {schema.base_model}"
+        elif manifest.policy != teacher.policy:
+            problem = f"it is a checkpoint of {manifest.policy}"
+    if problem:
+        raise SpecError(
+            f"reward.teacher {teacher.policy} {teacher.version}: {problem}",
+            problems=[{"field": "reward.teacher", "value": str(teacher.version),
+                       "problem": problem}],
+        )  # fmt: skip
 
 
 def checkpoint_manifest(services: Services, tenant: str, checkpoint_id: str) -> Manifest:
@@ -93,10 +136,10 @@ def served(services: Services, base_model: str) -> dict[str, Any]:
     return base
 
 
-def open_for(services: Services, tenant: str, spec: SFTSpec) -> LeRobotDataset:
+def open_for(services: Services, tenant: str, spec: DatasetSpec) -> LeRobotDataset:
     settings = services.settings
     folder: Path = locate(
-        spec.dataset.path,
+        spec.path,
         tenant=tenant,
         roots=settings.roots(),
         objects=services.objects,

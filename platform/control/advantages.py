@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,13 @@ from vla_platform import work
 from vla_platform.control import dispatch
 from vla_platform.control.services import Services
 from vla_platform.control.states import DropReason, JobState, Stage
-from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
+from vla_platform.control.training_job import MOST_EPISODES, SAMPLES_TTL_S, TrainingJob
 from vla_platform.control.workloads import load_rl_spec
 from vla_platform.errors import DataError, LeaseLostError
 from vla_platform.rl.advantages import (
     Level,
     Rows,
+    discounted_returns,
     generalized_advantages,
     group_relative,
     normalized,
@@ -39,7 +41,8 @@ from vla_platform.rl.groups import (
     judge,
     without_zero_groups,
 )
-from vla_platform.specs import GRPOSpec, PPOSpec, ReinforceSpec, RLSpec
+from vla_platform.rl.rewards import SCORE_COLUMNS, rescored
+from vla_platform.specs import AWRSpec, GRPOSpec, PPOSpec, ReinforceSpec, RLSpec
 from vla_storage.errors import CodedError, PayloadNotFoundError
 
 ROW_COLUMNS = ("rewards", "actions_is_pad", "next_row", "is_transition", "terminated", "episode")
@@ -61,9 +64,12 @@ def judge_rollout(
 ) -> Judged:
     """Advantages, returns and what is to be trained. Shapes: R rows, H chunk.
 
-    columns: `ROW_COLUMNS`, and for PPO the values: `actor_value` or `value`.
+    columns: `ROW_COLUMNS`, for PPO and AWR the values: `actor_value` or `value`; where it was
+    scored, one of `SCORE_COLUMNS`, which replaces the rewards.
     `advantages` (R, H) float32, `returns` (R,) float32, `trained` (R, H) bool.
     """
+    if set(SCORE_COLUMNS) & set(columns):
+        columns, episodes = rescored(columns, episodes)
     rows = Rows.of(columns)
     algorithm = spec.algorithm
     trained = rows.valid
@@ -85,6 +91,14 @@ def judge_rollout(
             baseline=None if algorithm.baseline == "mean" else 0.0,
         )
         advantages, returns = found.advantages, found.returns
+    elif isinstance(algorithm, AWRSpec):
+        returns = discounted_returns(rows, gamma=algorithm.gamma)
+        expected = (
+            columns["actor_value"]
+            if algorithm.baseline == "value"
+            else returns[rows.is_transition].mean()
+        )
+        advantages = np.where(rows.valid, (returns - expected)[:, None], 0.0)
     else:
         kept, of_episode, drop = _by_group(spec, algorithm, episodes)
         if drop is not None:
@@ -94,10 +108,14 @@ def judge_rollout(
         returns = np.zeros(len(rows.next_row))
     if not isinstance(algorithm, GRPOSpec) and algorithm.normalize_advantages:
         advantages = normalized(advantages, trained)
-    if not np.any(advantages[trained]):
+    # Equal returns weigh equally: imitation teaches whatever the advantages are.
+    teaches = trained if isinstance(algorithm, AWRSpec) else advantages[trained]
+    if not np.any(teaches):
         return Judged(columns={}, drop=DropReason.ZERO_ADVANTAGE)
     judged = {"advantages": advantages.astype(np.float32), "trained": trained}
-    if isinstance(algorithm, PPOSpec):
+    if isinstance(algorithm, PPOSpec) or (
+        isinstance(algorithm, AWRSpec) and algorithm.baseline == "value"
+    ):
         judged["returns"] = returns.astype(np.float32)
     return Judged(columns=judged)
 
@@ -161,9 +179,12 @@ def _compute(services: Services, job: TrainingJob) -> None:
                 f"columns {', '.join(missing)} are missing, and so are `advantages`, `trained`",
                 column=missing[0],
             )
+        told = ledger.descriptor(job.job_id)
         wanted = [*ROW_COLUMNS, *(names & {"value", "actor_value", "group", "success"})]
+        if "scored" in told:  # what a late grader wrote counts for nothing
+            wanted += names & {*SCORE_COLUMNS, "log_prob", "actor_log_prob"}
         columns = services.payloads.arrays(job.partition_id, job.tenant_id, wanted)
-        judged = judge_rollout(spec, columns, episodes_of(ledger.descriptor(job.job_id), columns))
+        judged = judge_rollout(spec, columns, episodes_of(told, columns))
         if judged.drop is not None:
             ledger.drop(job, judged.drop)
             return
@@ -191,10 +212,19 @@ def _go_on(services: Services, job: TrainingJob) -> None:
         dispatch.train(job)
 
 
+def columns_of_summaries(descriptor: dict[str, str], there: Collection[str]) -> set[str]:
+    """What `episodes_of` reads of the rows, beside `episode` and `is_transition`: nothing where the
+    job's descriptor tells of every episode."""
+    if 0 < len(json.loads(descriptor["episodes"])) < MOST_EPISODES:
+        return set()
+    return {"actions_is_pad", "rewards", *({"group", "success"} & set(there))}
+
+
 def episodes_of(
     descriptor: dict[str, str], columns: dict[str, npt.NDArray[Any]]
 ) -> list[EpisodeMeta]:
-    """The summaries that a rollout left with its job; of a tenant's own rows, from the rows."""
+    """The summaries that a rollout left with its job; of a tenant's own rows, or of very many
+    episodes, from the rows."""
     told = json.loads(descriptor["episodes"])
     if told and len(told) > int(columns["episode"].max()):
         return [

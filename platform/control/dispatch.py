@@ -13,7 +13,7 @@ from celery import current_app
 from celery.schedules import crontab
 
 from vla_platform.broker import evaluation_queue, queue, rollout_queue
-from vla_platform.control.states import Stage
+from vla_platform.control.states import JobState, Stage
 from vla_platform.control.training_job import TrainingJob
 from vla_platform.specs.cron import hint_minutes
 
@@ -42,9 +42,10 @@ def prepare(tenant: str, workload: str) -> None:
 def produce(workload: Mapping[str, str]) -> None:
     """To whoever makes this workload's samples; `workload` is the ledger's hash of it."""
     arguments = {"tenant_id": workload["tenant"], "workload": workload["id"]}
-    if workload["kind"] == "rl" and not workload.get("harness"):
+    recorded = workload["kind"] == "sft" or workload.get("recorded") == "1"
+    if not recorded and not workload.get("harness"):
         return  # the tenant gives the samples itself
-    if workload["kind"] == "rl":
+    if not recorded:
         where = queue(rollout_queue(workload["harness"]))
         _send("rollout.produce", kwargs=arguments, queue=where)
     else:
@@ -52,11 +53,24 @@ def produce(workload: Mapping[str, str]) -> None:
 
 
 def stage(stage: Stage, base_model: str) -> None:
-    """To whoever computes what samples still lack."""
+    """To whoever computes what samples still lack; `base_model` where its workers do."""
     if stage is Stage.ADVANTAGES:
         _send("advantages.compute", kwargs={})
-    else:
+    elif stage is Stage.ACTOR_FORWARD:
         _send("training.actor_forward", kwargs={"base_model": base_model})
+    elif base_model:
+        _send("training.teacher_scores", kwargs={"base_model": base_model})
+    else:
+        _send("graders.grade", kwargs={})
+
+
+def go_on(job: TrainingJob, state: JobState) -> None:
+    """To whoever takes `job`, now that it is in `state`."""
+    if state is JobState.READY:
+        return train(job)
+    needed = Stage(state.removeprefix("needs_"))
+    place = {Stage.ACTOR_FORWARD: job.base_model, Stage.SCORES: job.scored_by}
+    stage(needed, place.get(needed, ""))
 
 
 def train(job: TrainingJob) -> None:

@@ -20,6 +20,7 @@ class Explanation:
     estimate_s: float | None = None  # from the mean cost of its tenant's jobs; None: unknown
     jobs: dict[str, int] | None = None  # its training jobs in flight, by state
     dropped: int = 0
+    unscored: int = 0  # rollouts whose grader or teacher was late or failed
 
 
 def explain(ledger: Ledger, run: str) -> Explanation:
@@ -57,6 +58,7 @@ def _running(ledger: Ledger, run: str, w: dict[str, str]) -> Explanation:
         "state": w["state"],
         "jobs": dict(states),
         "dropped": int(w.get("dropped", 0)),
+        "unscored": int(w.get("unscored", 0)),
     }
     if states["leased"]:
         return Explanation(waits_for="", **common)

@@ -36,11 +36,11 @@ _ERRORS = {
     "VLA_LEASE_LOST": LeaseLostError,
     "VLA_ILLEGAL": IllegalTransitionError,
 }
-_FILES = ("core", "workloads", "jobs", "workers")
+_FILES = ("core", "stages", "workloads", "jobs", "workers")
 _OPERATIONS = (
     *("submit", "restore", "prepared", "admit", "pause", "resume"),
     *("checkpointed", "publish_version", "finish", "fail", "cancel"),
-    *("reserve", "mark", "lease_stage", "renew", "drop", "complete", "release"),
+    *("reserve", "mark", "lease_stage", "renew", "drop", "unscored", "complete", "release"),
     *("lease_group", "heartbeat", "leave", "rewind", "fall_back", "expire", "pending", "review"),
 )
 _FOR_A_WHILE = (redis.OutOfMemoryError, redis.ReadOnlyError, redis.BusyLoadingError)
@@ -210,7 +210,8 @@ class Ledger:
     def lease_stage(
         self, stage: Stage, worker: str, *, lease_s: float, base_model: str = ""
     ) -> TrainingJob | None:
-        """The next job that waits for `stage`; for the actor's forward, of one base model."""
+        """The next job that waits for `stage`, of those that workers of `base_model` compute:
+        the actor's forward, and a teacher's scores."""
         answer = json.loads(self._call("lease_stage", stage, worker, _ms(lease_s), base_model))
         return TrainingJob.from_hash(answer) if answer else None
 
@@ -252,6 +253,10 @@ class Ledger:
     def drop(self, job: TrainingJob, reason: str) -> None:
         """RL only: the held job's samples train nothing; it is counted under `reason`."""
         self._call("drop", job.job_id, job.fence, reason)
+
+    def unscored(self, job: TrainingJob, why: str) -> None:
+        """The held job cannot be scored: its spec's `on_failure` happens (`OnUnscored`)."""
+        self._call("unscored", job.job_id, job.fence, why)
 
     def release(self, job: TrainingJob) -> None:
         """Give a leased job back, uncounted."""
@@ -398,7 +403,8 @@ class Ledger:
                 break
         with _answers():
             bases = self._redis.hkeys("vla:bases")
-            stages = [(Stage.ADVANTAGES, "")] + [(Stage.ACTOR_FORWARD, base) for base in bases]
+            stages = [(Stage.SCORES, ""), (Stage.ADVANTAGES, "")]
+            stages += [(s, base) for s in (Stage.SCORES, Stage.ACTOR_FORWARD) for base in bases]
             return Due(
                 prepare=tuple(waiting.get("prepare", ())),
                 admit=tuple(waiting.get("admit", ())),

@@ -1,4 +1,5 @@
-"""The SFT producer: demonstrations into the payload store, one training job at a time."""
+"""The producer of recorded data: demonstrations, and episodes with rewards for offline RL, into the
+payload store, one training job at a time."""
 
 from __future__ import annotations
 
@@ -9,19 +10,29 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
+
+import numpy.typing as npt
 
 from vla_platform import work
 from vla_platform.control import dispatch
 from vla_platform.control.admission import check_rl, derive_schema, open_for, split_episodes
 from vla_platform.control.leases import announced, kept_alive
+from vla_platform.control.offline import open_offline
 from vla_platform.control.plan import Domain, Plan
 from vla_platform.control.prepared import Prepared, load_prepared, prepared_key
 from vla_platform.control.services import Services
-from vla_platform.control.states import PASSING_WAITS, JobState, WorkloadState, is_terminal
+from vla_platform.control.states import (
+    PASSING_WAITS,
+    JobState,
+    WorkloadState,
+    is_terminal,
+    state_after,
+)
 from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
-from vla_platform.control.workloads import load_sft_spec, load_spec
-from vla_platform.datasets import Batch, Demonstrations, LeRobotDataset
+from vla_platform.control.workloads import load_spec
+from vla_platform.datasets import Demonstrations, LeRobotDataset
 from vla_platform.datasets.demonstrations import DEFAULT_CACHE_BYTES
 from vla_platform.datasets.frames import FrameSource
 from vla_platform.errors import DatasetError, LeaseLostError
@@ -35,21 +46,35 @@ _log = logging.getLogger(__name__)
 ENDED = frozenset(str(state) for state in WorkloadState if is_terminal(state))
 
 
+Told = dict[str, int | float | str]
+Columns = dict[str, npt.NDArray[Any]]
+
+
+class Source(Protocol):
+    """The open data of one workload in this process."""
+
+    def batch(self, position: int) -> tuple[Told, Columns]: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(kw_only=True)
-class Source:
+class DemonstrationSource:
     """The open data of one workload in this process."""
 
     plan: Plan
     train: Demonstrations
     heldout: Demonstrations | None
     num_heldout: int
-    dataset: LeRobotDataset
 
-    def batch(self, position: int) -> tuple[Domain, Batch]:
+    def batch(self, position: int) -> tuple[Told, Columns]:
+        """What the ledger is told of a position's job, and its rows."""
         place = self.plan.place(position)
         if place.domain is Domain.HELDOUT and self.heldout is not None:
-            return place.domain, self.heldout.evenly_spaced(self.num_heldout)
-        return place.domain, self.train.batch(place.first_sample, self.plan.batch_size)
+            batch = self.heldout.evenly_spaced(self.num_heldout)
+        else:
+            batch = self.train.batch(place.first_sample, self.plan.batch_size)
+        return {"sample_count": len(batch), "domain": str(place.domain)}, batch.columns
 
     def close(self) -> None:
         self.train.close()
@@ -102,22 +127,25 @@ class Sources:
             source.close()
 
     def _load(self, tenant: str, run: str) -> Source:
-        spec = load_sft_spec(self._services, tenant, run)
+        spec = load_spec(self._services, tenant, run)
         prepared = load_prepared(self._services, tenant, run)
-        dataset = open_for(self._services, tenant, spec)
+        if isinstance(spec, RLSpec):
+            data, digest = open_offline(self._services, tenant, spec, prepared.schema, self._shared)
+            if digest != prepared.dataset_digest:
+                data.close()
+                raise DatasetError(
+                    f"a dataset of {run} has changed since it was prepared; submit a new run"
+                )
+            return data
+        dataset = open_for(self._services, tenant, spec.dataset)
         size = prepared.schema.image_size
         if dataset.digest != prepared.dataset_digest:
             raise DatasetError(
                 f"{dataset.path} has changed since the run was prepared; submit a new run",
                 path=str(dataset.path),
             )
-        with self._lock:
-            key = (prepared.dataset_digest, size)
-            frames = self._frames.get(key)
-            if frames is None:
-                frames = FrameSource(dataset, image_size=size, cache_bytes=DEFAULT_CACHE_BYTES)
-                self._frames[key] = frames
-        return Source(
+        frames = self._shared(dataset, size)
+        return DemonstrationSource(
             plan=Plan.of(spec, num_samples=prepared.num_samples, num_heldout=prepared.num_heldout),
             train=demonstrations(spec, dataset, prepared.schema, prepared.train_episodes, frames),
             heldout=demonstrations(
@@ -126,8 +154,18 @@ class Sources:
             if prepared.num_heldout
             else None,
             num_heldout=prepared.num_heldout,
-            dataset=dataset,
         )
+
+    def _shared(self, dataset: LeRobotDataset, image_size: int) -> FrameSource:
+        with self._lock:
+            key = (dataset.digest, image_size)
+            frames = self._frames.get(key)
+            if frames is None:
+                frames = FrameSource(
+                    dataset, image_size=image_size, cache_bytes=DEFAULT_CACHE_BYTES
+                )
+                self._frames[key] = frames
+            return frames
 
 
 def demonstrations(
@@ -190,23 +228,29 @@ def admit(services: Services, tenant: str, run: str) -> str:
 
 
 def _interface(services: Services, tenant: str, spec: RLSpec) -> tuple[Prepared, int, int]:
-    """That of the checkpoint that the run begins from; its data are made by rollouts."""
+    """That of the checkpoint that the run begins from; its data are made by rollouts, or were."""
     described = spec.environment.model_dump(mode="json") if spec.environment else {}
-    environment = canonical_json(described)
+    found = check_rl(services, tenant, spec)
+    digest = hashlib.sha256(canonical_json(described)).hexdigest()
+    num_samples = num_skipped = 0
+    if spec.data is not None:
+        data, digest = open_offline(services, tenant, spec, found.schema)
+        with contextlib.closing(data):
+            num_samples, num_skipped = data.num_decisions, data.num_skipped
     prepared = replace(
-        check_rl(services, tenant, spec),
-        dataset_digest=hashlib.sha256(environment).hexdigest(),
+        found,
+        dataset_digest=digest,
         train_episodes=(),
         heldout_episodes=(),
-        num_samples=0,
+        num_samples=num_samples,
         num_heldout=0,
-        num_skipped=0,
+        num_skipped=num_skipped,
     )
     return prepared, 0, spec.updates
 
 
 def _measure(services: Services, tenant: str, spec: SFTSpec) -> tuple[Prepared, int, int]:
-    dataset = open_for(services, tenant, spec)
+    dataset = open_for(services, tenant, spec.dataset)
     schema = derive_schema(services, spec, dataset)
     train, heldout = split_episodes(spec, dataset)
     with demonstrations(spec, dataset, schema, tuple(train)) as source:
@@ -275,21 +319,20 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
 
 
 def _produce_one(services: Services, source: Source, job: TrainingJob) -> None:
-    domain, batch = source.batch(job.position)
+    told, columns = source.batch(job.position)
     services.payloads.clear(
         job.partition_id, job.tenant_id
     )  # what a producer left that died before `ready`
     services.payloads.put(
         job.partition_id,
         job.tenant_id,
-        batch.columns,
+        columns,
         ttl_s=SAMPLES_TTL_S,
         wait_s=services.settings.lease_s / 2,
     )
     reach(Failpoint.PAYLOAD_WRITTEN)
-    hint_is_due = services.ledger.mark(
-        job, JobState.READY, sample_count=len(batch), domain=str(domain)
-    )
+    state = state_after(job.lifecycle, JobState.RESERVED)
+    hint_is_due = services.ledger.mark(job, state, **told)
     reach(Failpoint.META_PUBLISHED)
     if hint_is_due:
-        dispatch.train(job)
+        dispatch.go_on(job, state)

@@ -13,8 +13,8 @@ from vla_platform.control import dispatch
 from vla_platform.control.leases import kept_alive
 from vla_platform.control.prepared import load_prepared
 from vla_platform.control.services import Services
-from vla_platform.control.states import PASSING_WAITS, JobState, Lifecycle, Stage
-from vla_platform.control.training_job import TrainingJob
+from vla_platform.control.states import PASSING_WAITS, JobState, state_after
+from vla_platform.control.training_job import MOST_EPISODES, TrainingJob
 from vla_platform.control.workloads import load_rl_spec
 from vla_platform.envs.rollout import RolloutConfig, RolloutReport
 from vla_platform.errors import LeaseLostError
@@ -24,8 +24,6 @@ from vla_platform.specs import RLSpec
 from vla_storage.checkpoint_types import CheckpointRef
 from vla_storage.errors import CodedError
 
-MOST_EPISODES = 400
-"""Summaries that a descriptor carries: its metadata stay below 64 KB."""
 Play = Callable[["Rollout", Callable[[int, int], None]], RolloutReport]
 """`play(rollout, on_progress)`: steps the environments and writes the partition."""
 
@@ -103,17 +101,17 @@ def _roll_out(services: Services, job: TrainingJob, play: Play) -> None:
         )
         keeper.check()
     reach(Failpoint.PAYLOAD_WRITTEN)
-    forward = job.lifecycle == Lifecycle.RL_ACTOR_FORWARD
-    state = JobState.NEEDS_ACTOR_FORWARD if forward else JobState.NEEDS_ADVANTAGES
+    state = state_after(job.lifecycle, JobState.RESERVED)
     episodes = [asdict(one) for one in report.episodes[:MOST_EPISODES]]
     hint_is_due = services.ledger.mark(
         job,
         state,
         sample_count=report.num_transitions,
         success_rate=report.success_rate,
+        episodes_dropped=json.dumps(report.dropped),
         episodes=json.dumps(episodes, separators=(",", ":")),
     )
     reach(Failpoint.META_PUBLISHED)
     if hint_is_due:
         with contextlib.suppress(LeaseLostError):
-            dispatch.stage(Stage.ACTOR_FORWARD if forward else Stage.ADVANTAGES, job.base_model)
+            dispatch.go_on(job, state)

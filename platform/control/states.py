@@ -27,6 +27,10 @@ class WorkloadState(StrEnum):
 class JobState(StrEnum):
     RESERVED = "reserved"
     """A position is given out; a producer has it on a lease."""
+    NEEDS_SCORES = "needs_scores"
+    """Its episodes lack what the spec rewards in place of the environment's rewards."""
+    COMPUTING_SCORES = "computing_scores"
+    """A grader, or a GPU worker with the teacher, has that stage on a lease."""
     NEEDS_ACTOR_FORWARD = "needs_actor_forward"
     """Its samples lack what the current actor says of them, such as log-probabilities."""
     COMPUTING_ACTOR_FORWARD = "computing_actor_forward"
@@ -58,6 +62,8 @@ class DropReason(StrEnum):
     """Every group's advantages are zero: there is nothing to learn."""
     REJECTED_BY_PASSRATE = "rejected_by_passrate"
     """No group is within the accepted pass rates."""
+    UNSCORED = "unscored"
+    """Nobody scored it in time, or its grader failed, and its spec drops it then."""
     SAMPLES_LOST = "samples_lost"
     """The payload store has lost them; another rollout takes their place."""
 
@@ -81,6 +87,17 @@ PASSING_WAITS = frozenset(WaitReason) - {WaitReason.ALL_RESERVED}
 """Those that pass by themselves: whoever produces waits, and asks again."""
 
 
+class OnUnscored(StrEnum):
+    """What happens to a job whose grader or teacher is late or fails. Counted either way."""
+
+    KEEP_REWARD = "keep_reward"
+    """It goes on with the environment's rewards."""
+    DROP = "drop"
+    """It trains nothing; another rollout takes its place."""
+    FAIL = "fail"
+    """The run ends."""
+
+
 class Lifecycle(StrEnum):
     """The path of a training job from reservation to its end."""
 
@@ -90,11 +107,16 @@ class Lifecycle(StrEnum):
     """A rollout whose samples carry what the behaviour policy said of them."""
     RL_ACTOR_FORWARD = "rl_actor_forward"
     """As `rl`, with a forward of the current actor before the advantages."""
+    RL_SCORED = "rl_scored"
+    """As `rl`, with a grader's or a teacher's scores in place of the rewards."""
+    RL_SCORED_ACTOR_FORWARD = "rl_scored_actor_forward"
+    """Both."""
 
 
 class Stage(StrEnum):
-    """What is computed on an RL job's samples between rollout and training."""
+    """What is computed on an RL job's samples between rollout and training, in this order."""
 
+    SCORES = "scores"
     ACTOR_FORWARD = "actor_forward"
     ADVANTAGES = "advantages"
 
@@ -104,14 +126,24 @@ Transitions = Mapping[StrEnum, tuple[StrEnum, ...]]
 W, J = WorkloadState, JobState
 _STOPPED = (J.FAILED, J.CANCELLED)
 _ENDS: Transitions = {J.COMPLETED: (), J.FAILED: (), J.CANCELLED: ()}
-_ADVANTAGES: Transitions = {
-    J.NEEDS_ADVANTAGES: (J.COMPUTING_ADVANTAGES, J.DROPPED, *_STOPPED),
-    J.COMPUTING_ADVANTAGES: (J.READY, J.NEEDS_ADVANTAGES, J.DROPPED, *_STOPPED),
-    J.READY: (J.LEASED, J.DROPPED, *_STOPPED),
-    J.LEASED: (J.COMPLETED, J.READY, J.DROPPED, *_STOPPED),
-    J.DROPPED: (),
-    **_ENDS,
-}
+
+
+def _rl(*stages: Stage) -> Transitions:
+    """Reserved, the stages in turn, ready, leased; it may be dropped anywhere."""
+    needs = [JobState(f"needs_{stage}") for stage in stages]
+    table: dict[StrEnum, tuple[StrEnum, ...]] = {J.RESERVED: (needs[0], J.DROPPED, *_STOPPED)}
+    for stage, need, after in zip(stages, needs, [*needs[1:], J.READY], strict=True):
+        computing = JobState(f"computing_{stage}")
+        table[need] = (computing, J.DROPPED, *_STOPPED)
+        table[computing] = (after, need, J.DROPPED, *_STOPPED)
+    return {
+        **table,
+        J.READY: (J.LEASED, J.DROPPED, *_STOPPED),
+        J.LEASED: (J.COMPLETED, J.READY, J.DROPPED, *_STOPPED),
+        J.DROPPED: (),
+        **_ENDS,
+    }
+
 
 WORKLOAD_TRANSITIONS: Transitions = {
     W.PENDING: (W.RUNNING, W.FAILED, W.CANCELLED),
@@ -129,22 +161,17 @@ JOB_TRANSITIONS: Mapping[Lifecycle, Transitions] = {
         J.LEASED: (J.COMPLETED, J.READY, *_STOPPED),
         **_ENDS,
     },
-    Lifecycle.RL: {
-        J.RESERVED: (J.NEEDS_ADVANTAGES, J.DROPPED, *_STOPPED),
-        **_ADVANTAGES,
-    },
-    Lifecycle.RL_ACTOR_FORWARD: {
-        J.RESERVED: (J.NEEDS_ACTOR_FORWARD, J.DROPPED, *_STOPPED),
-        J.NEEDS_ACTOR_FORWARD: (J.COMPUTING_ACTOR_FORWARD, J.DROPPED, *_STOPPED),
-        J.COMPUTING_ACTOR_FORWARD: (
-            J.NEEDS_ADVANTAGES,
-            J.NEEDS_ACTOR_FORWARD,
-            J.DROPPED,
-            *_STOPPED,
-        ),
-        **_ADVANTAGES,
-    },
+    Lifecycle.RL: _rl(Stage.ADVANTAGES),
+    Lifecycle.RL_ACTOR_FORWARD: _rl(Stage.ACTOR_FORWARD, Stage.ADVANTAGES),
+    Lifecycle.RL_SCORED: _rl(Stage.SCORES, Stage.ADVANTAGES),
+    Lifecycle.RL_SCORED_ACTOR_FORWARD: _rl(Stage.SCORES, Stage.ACTOR_FORWARD, Stage.ADVANTAGES),
 }
+"""The first state of each entry is where a job goes on; ledger and workers take it from here."""
+
+
+def state_after(lifecycle: str, state: JobState) -> JobState:
+    """Where a job goes on that is through with what it was in `state` for."""
+    return JobState(JOB_TRANSITIONS[Lifecycle(lifecycle)][state][0])
 
 
 def tables() -> dict[str, dict[str, list[str]]]:

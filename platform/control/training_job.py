@@ -12,6 +12,8 @@ from vla_platform.control.states import Stage
 
 SAMPLES_TTL_S = 3600.0
 """How long samples stay that nobody clears: longer than any job waits, for its end clears them."""
+MOST_EPISODES = 400
+"""Summaries that a descriptor carries: its metadata stay below 64 KB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,7 @@ class TrainingJob:
     slot_fence: int = 0
     base_version: int = 0  # policy version before the workload's first step
     terminal_reason: str = ""
+    scored_by: str = ""  # base model of the teacher that scores it; empty: a grader, or nobody
     version: int = 1
 
     @classmethod

@@ -18,11 +18,13 @@ from vla_platform.control.ledger import workload_id
 from vla_platform.control.maintenance import refuse_in_maintenance
 from vla_platform.control.outcomes import record_outcome
 from vla_platform.control.services import Services
-from vla_platform.control.states import JobState, Lifecycle, Stage
+from vla_platform.control.states import JobState, Lifecycle, state_after
 from vla_platform.control.tenant_records import read_tenant
 from vla_platform.control.training_job import TrainingJob
 from vla_platform.errors import ConflictError, NotFoundError, QuotaError, SpecError
 from vla_platform.specs import (
+    DistillationReward,
+    EnvironmentReward,
     RLSpec,
     SFTSpec,
     WorkloadSpec,
@@ -106,12 +108,24 @@ def _path_of(spec: WorkloadSpec) -> dict[str, Any]:
     if isinstance(spec, SFTSpec):
         return {"lifecycle": str(Lifecycle.SFT), "target": "positions"}
     forward = spec.algorithm.actor_forward
-    return {
+    path = {
         "lifecycle": str(Lifecycle.RL_ACTOR_FORWARD if forward else Lifecycle.RL),
         "target": "steps",
-        "max_policy_staleness": spec.max_policy_staleness,
+        # No version acted in recorded data: they are never stale.
+        "max_policy_staleness": -1 if spec.data else spec.max_policy_staleness,
         "max_dropped": spec.max_dropped,
         "harness": spec.environment.id.partition("/")[0] if spec.environment else "",
+        "recorded": int(spec.data is not None),
+    }
+    if isinstance(spec.reward, EnvironmentReward):
+        return path
+    scored = Lifecycle.RL_SCORED_ACTOR_FORWARD if forward else Lifecycle.RL_SCORED
+    teacher = spec.reward.teacher if isinstance(spec.reward, DistillationReward) else None
+    return path | {
+        "lifecycle": str(scored),
+        "scored_by": (teacher.base_model or spec.base_model) if teacher else "",
+        "score_within_ms": round(1000 * spec.reward.deadline_s),
+        "on_unscored": spec.reward.on_failure,
     }
 
 
@@ -145,7 +159,7 @@ def reserve_batch(services: Services, tenant: str, run: str, token: str) -> dict
     """
     check_owner(services, tenant, run)
     w = services.ledger.workload(run)
-    if w["kind"] != "rl" or w.get("harness"):
+    if w["kind"] != "rl" or w.get("harness") or w.get("recorded") == "1":
         raise SpecError(
             f"{run} makes its own samples; `environment: null` takes yours", problems=[]
         )
@@ -191,10 +205,9 @@ def submit_batch(
     if job.state != JobState.RESERVED:
         return job.state  # sent again: it is on its way
     held = replace(job, fence=int(fence))
-    forward = job.lifecycle == Lifecycle.RL_ACTOR_FORWARD
-    state = JobState.NEEDS_ACTOR_FORWARD if forward else JobState.NEEDS_ADVANTAGES
+    state = state_after(job.lifecycle, JobState.RESERVED)
     services.ledger.mark(held, state, sample_count=int(samples), episodes="[]")
-    dispatch.stage(Stage.ACTOR_FORWARD if forward else Stage.ADVANTAGES, job.base_model)
+    dispatch.go_on(job, state)
     return str(state)
 
 
@@ -202,13 +215,6 @@ def check_owner(services: Services, tenant: str, run: str) -> None:
     """Another tenant's run is as unknown as one that never was. Raises `NotFoundError`."""
     if services.ledger.workload(run)["tenant"] != tenant:
         raise NotFoundError(f"no run {run}", workload=run)
-
-
-def load_sft_spec(services: Services, tenant: str, run: str) -> SFTSpec:
-    spec = load_spec(services, tenant, run)
-    if not isinstance(spec, SFTSpec):
-        raise SpecError(f"{run} is no fine-tuning", problems=[])
-    return spec
 
 
 def load_rl_spec(services: Services, tenant: str, run: str) -> RLSpec:

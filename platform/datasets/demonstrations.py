@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -100,6 +101,7 @@ class Demonstrations:
         self._check_features()
         self._rows: dict[int, _EpisodeRows] = {}
         self._samples: list[tuple[int, int]] = []  # (episode, frame)
+        self._num_samples_of: Counter[int] = Counter()
         self.skipped = Skipped()
         for episode in self.episodes:
             self._add(episode, skip=on_bad_row == "skip")
@@ -135,14 +137,23 @@ class Demonstrations:
         if count < 1:
             raise ValueError(f"count {count} is below 1")
         self._look_ahead(start, count)
-        return self._rows_of(self.order(start, count))
+        return self._rows_at(self._places(self.order(start, count)))
 
     def evenly_spaced(self, count: int) -> Batch:
         """At most `count` distinct rows spread evenly over all samples, the same every time."""
         if count < 1:
             raise ValueError(f"count {count} is below 1")
         count = min(count, self.num_samples)
-        return self._rows_of([(2 * i + 1) * self.num_samples // (2 * count) for i in range(count)])
+        spaced = [(2 * i + 1) * self.num_samples // (2 * count) for i in range(count)]
+        return self._rows_at(self._places(spaced))
+
+    def at(self, places: Sequence[tuple[int, int]]) -> Batch:
+        """The rows of these (episode, frame), in order."""
+        return self._rows_at(list(places))
+
+    def num_samples_of(self, episode: int) -> int:
+        """Frames of an episode that are samples: all of them, unless some were left out."""
+        return self._num_samples_of[episode]
 
     def statistics(self) -> dict[str, Statistics]:
         """Statistics of `action` and, where there is one, `state` over the episodes in use."""
@@ -182,7 +193,7 @@ class Demonstrations:
         if begin <= start and start + count + self._window // 2 <= end:
             return
         self._ahead = (start, start + count + self._window)
-        self._read_ahead.request(self._keys(self.order(start, count + self._window)))
+        self._read_ahead.request(self._keys(self._places(self.order(start, count + self._window))))
 
     def _check_features(self) -> None:
         if not self.cameras or self.chunk < 1 or self._image_size < 1:
@@ -219,6 +230,7 @@ class Demonstrations:
             if not bad_state[frame] and not bad_action[frame : frame + self.chunk].any()
         ]
         self._samples += kept
+        self._num_samples_of[episode] = len(kept)
         self.skipped = replace(
             self.skipped,
             num_rows=self.skipped.num_rows + int((bad_state | bad_action).sum()),
@@ -257,20 +269,20 @@ class Demonstrations:
             )
         return bad
 
-    def _keys(self, samples: Sequence[int]) -> list[FrameKey]:
+    def _keys(self, places: Sequence[tuple[int, int]]) -> list[FrameKey]:
         return [
-            FrameKey(episode, camera, frame)
-            for episode, frame in (self._samples[sample] for sample in samples)
-            for camera in self.cameras
+            FrameKey(episode, camera, frame) for episode, frame in places for camera in self.cameras
         ]
 
-    def _rows_of(self, samples: Sequence[int]) -> Batch:
-        keys = self._keys(samples)
+    def _places(self, samples: Sequence[int]) -> list[tuple[int, int]]:
+        return [self._samples[sample] for sample in samples]
+
+    def _rows_at(self, places: list[tuple[int, int]]) -> Batch:
+        keys = self._keys(places)
         frames = self.frames.get(keys)
-        shape = (len(samples), len(self.cameras))
+        shape = (len(places), len(self.cameras))
         pixels = np.stack([frames[key].pixels for key in keys])
         digests = np.stack([frames[key].digest for key in keys])
-        places = [self._samples[sample] for sample in samples]
         actions, is_pad = zip(*self._chunks(places), strict=True)
         columns: dict[str, npt.NDArray[Any]] = {
             "images": pixels.reshape(*shape, *pixels.shape[1:]),

@@ -258,6 +258,7 @@ class _Play:
             "success_rate": float(np.mean([one.success for one in over])) if over else None,
             "mean_return": float(np.mean([one.total_reward for one in over])) if over else None,
             "dropped": sum(self.dropped.values()),
+            "dropped_for": dict(self.dropped),
         }
 
     def films(self, fps: float) -> list[tuple[int, bytes]]:

@@ -59,6 +59,7 @@ class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
                     backbone,
                     cache=FeatureCache(size) if size else None,
                     mixed_precision=settings.mixed_precision,
+                    max_tokens=settings.update_tokens,
                     between=turns.pause,
                 )
                 _runners[name] = TrainingRunner(services(), service, base_model=name, turns=turns)

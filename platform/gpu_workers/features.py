@@ -38,6 +38,28 @@ class VLAFeature:
     def num_rows(self) -> int:
         return len(self.values)
 
+    def at(self, index: Tensor) -> VLAFeature:
+        """The rows of `index`, (N,)."""
+        mask = None if self.mask is None else self.mask[index]
+        return VLAFeature(self.kind, self.values[index], mask)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row, without padding."""
+        if self.mask is None:
+            return [self.values.shape[-2]] * len(self.values)
+        found: list[int] = self.mask.sum(dim=1).tolist()
+        return found
+
+    def trimmed(self) -> VLAFeature:
+        """Without the padding that all rows have in front, in steps of `LENGTH_BUCKET`."""
+        if self.mask is None or not len(self.values):
+            return self
+        longest = -(-max(self.lengths) // LENGTH_BUCKET) * LENGTH_BUCKET
+        if longest >= self.mask.shape[1]:
+            return self
+        return VLAFeature(self.kind, self.values[..., -longest:, :], self.mask[:, -longest:])
+
     def rows(self, start: int, stop: int) -> VLAFeature:
         mask = None if self.mask is None else self.mask[start:stop]
         return VLAFeature(self.kind, self.values[start:stop], mask)

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
+from vla_platform.control.prepared import Prepared
 from vla_platform.control.services import Services
 from vla_platform.control.states import DropReason
 from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
 from vla_platform.errors import LeaseLostError, PlatformError, UnsoundWorkerError
 from vla_platform.gpu_workers.device import DeviceTurns
+from vla_platform.gpu_workers.distillation import (
+    STUDENT_COLUMNS,
+    reads_pixels,
+    teacher_log_probs,
+)
+from vla_platform.gpu_workers.normalization import Normalizer
 from vla_platform.gpu_workers.rollout_samples import (
     ACTOR_COLUMNS,
     FALLBACK_COLUMNS,
-    OPTIONAL_COLUMNS,
-    TRAINING_COLUMNS,
+    ROW,
+    columns_of,
 )
 from vla_platform.gpu_workers.slots import Slot
+from vla_platform.gpu_workers.teachers import Teachers
 from vla_platform.gpu_workers.training import PolicyResult, TrainingModelService
-from vla_storage.errors import CodedError, PayloadError
+from vla_platform.rl.packing import accepted, assign
+from vla_platform.rl.rewards import TEACHER_LOG_PROB
+from vla_platform.specs import AlgorithmSpec, TeacherSpec
+from vla_storage.errors import CodedError, PayloadError, PayloadNotFoundError
+from vla_storage.payloads.columns import ColumnInfo
 
+PLANNING_COLUMNS = ("is_transition", "trained")
+"""What decides which rows are read at all."""
 MISFITS = (RuntimeError, ValueError, TypeError, KeyError, IndexError)
 """What arrays of the wrong shape or kind raise, somewhere in torch or numpy."""
 _log = logging.getLogger(__name__)
@@ -35,11 +52,28 @@ class RolloutTraining:
         self._services = services
         self._service = service
         self._turns = turns
+        self._teachers = Teachers(services, service.backbone)
 
-    def fetch(self, job: TrainingJob) -> dict[str, Any]:
-        """What an update reads. Raises `LeaseLostError` where the samples are lost: the job is
-        dropped, and another rollout takes its place."""
-        return self._fetch(job, (*TRAINING_COLUMNS, *OPTIONAL_COLUMNS))
+    def fetch(self, job: TrainingJob, algorithm: AlgorithmSpec) -> dict[str, Any]:
+        """What an update reads: its columns, and of them the rows that train something; pixels and
+        features of rejected groups stay where they are.
+
+        Raises `LeaseLostError` where the samples are lost: the job is dropped, and another rollout
+        takes its place.
+        """
+        there = self._described(job)
+        wanted = columns_of(algorithm)
+        if not set(PLANNING_COLUMNS) <= there.keys():
+            return self._read(job, there, wanted)  # a tenant's own rows, to be refused by name
+        told = self._read(job, there, PLANNING_COLUMNS)
+        # Where no features were kept, rows count alike.
+        kept = there.get("feature")
+        tokens = [1] * len(told["trained"]) if kept is None else [one[0] for one in kept.shapes]
+        planned = accepted(told["is_transition"], told["trained"], tokens)
+        # One rank trains them all; which rows it reads is settled before it reads them.
+        rows = [one.row for one in assign(planned, num_ranks=1)[0]]
+        rows = rows or np.flatnonzero(told["is_transition"]).tolist()
+        return {**self._read(job, there, wanted, rows), ROW: np.array(rows, np.int64)}
 
     def update(self, job: TrainingJob, columns: dict[str, Any]) -> PolicyResult | CodedError:
         """One update of the mounted policy. What is wrong with the rows is their tenant's error."""
@@ -59,7 +93,7 @@ class RolloutTraining:
 
         What an earlier try wrote stays: a newer actor would say something else.
         """
-        if "actor_log_prob" in self._services.payloads.metadata(job.partition_id, job.tenant_id):
+        if "actor_value" in self._services.payloads.metadata(job.partition_id, job.tenant_id):
             return
         columns = self._fetch(job, ACTOR_COLUMNS)
         try:
@@ -72,14 +106,65 @@ class RolloutTraining:
             job.partition_id, job.tenant_id, found, ttl_s=SAMPLES_TTL_S, wait_s=5.0
         )
 
-    def _fetch(self, job: TrainingJob, columns: tuple[str, ...]) -> dict[str, Any]:
-        """Those of `columns` that are there; pixels only where no features were kept."""
-        payloads = self._services.payloads
+    def score(self, job: TrainingJob, teacher: TeacherSpec, student: Prepared) -> None:
+        """Write what the teacher says of the rows beside them. Raises what is wrong with either.
+
+        What an earlier try wrote stays: the ledger may not have heard of it.
+        """
+        if TEACHER_LOG_PROB in self._services.payloads.metadata(job.partition_id, job.tenant_id):
+            return
+        schema, backbone = student.schema, self._service.backbone
+        pixels = FALLBACK_COLUMNS if reads_pixels(schema, backbone.digest) else ()
+        columns = self._fetch(job, (*STUDENT_COLUMNS, *pixels))
+        units = Normalizer(
+            student.normalization, student.statistics["action"], dim=schema.action_dim
+        )
         try:
-            there = set(payloads.metadata(job.partition_id, job.tenant_id))
-            fallback = () if "feature" in there else FALLBACK_COLUMNS
-            wanted = there & {*columns, *fallback}
-            return dict(payloads.get(job.partition_id, job.tenant_id, sorted(wanted)))
+            with self._teachers.get(job.tenant_id, teacher) as module, self._turns.training():
+                found = teacher_log_probs(module, units, schema, columns, self._service.encoder)
+        except MISFITS as error:
+            self._service.check_device(error)
+            raise misfit(job, error) from error
+        self._services.payloads.put(
+            job.partition_id,
+            job.tenant_id,
+            {TEACHER_LOG_PROB: found},
+            ttl_s=SAMPLES_TTL_S,
+            wait_s=5.0,
+        )
+
+    def close(self) -> None:
+        self._teachers.close()
+
+    def _fetch(self, job: TrainingJob, columns: tuple[str, ...]) -> dict[str, Any]:
+        """All rows of those of `columns` that are there."""
+        return self._read(job, self._described(job), columns)
+
+    def _described(self, job: TrainingJob) -> dict[str, ColumnInfo]:
+        with self._lost_is_dropped(job):
+            there = self._services.payloads.metadata(job.partition_id, job.tenant_id)
+            if not there:
+                raise PayloadNotFoundError(f"partition {job.partition_id} is gone", columns=[])
+            return there
+
+    def _read(
+        self,
+        job: TrainingJob,
+        there: Mapping[str, ColumnInfo],
+        columns: tuple[str, ...],
+        rows: list[int] | None = None,
+    ) -> dict[str, Any]:
+        """Those of `columns` that are there; pixels only where no features were kept."""
+        training = columns != PLANNING_COLUMNS and "feature" not in there
+        wanted = there.keys() & {*columns, *(FALLBACK_COLUMNS if training else ())}
+        with self._lost_is_dropped(job):
+            payloads = self._services.payloads
+            return dict(payloads.get(job.partition_id, job.tenant_id, sorted(wanted), rows))
+
+    @contextmanager
+    def _lost_is_dropped(self, job: TrainingJob) -> Iterator[None]:
+        try:
+            yield
         except PayloadError as error:
             _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
             self._services.ledger.drop(job, DropReason.SAMPLES_LOST)

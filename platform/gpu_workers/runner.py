@@ -24,9 +24,9 @@ from vla_platform.control.outcomes import finish_if_through
 from vla_platform.control.plan import Domain
 from vla_platform.control.prepared import Prepared, load_prepared
 from vla_platform.control.services import Services
-from vla_platform.control.states import JobState, Stage
+from vla_platform.control.states import JobState, Stage, state_after
 from vla_platform.control.training_job import Progress, TrainingJob
-from vla_platform.control.workloads import load_spec
+from vla_platform.control.workloads import load_rl_spec, load_spec
 from vla_platform.errors import LedgerError, UnsoundWorkerError
 from vla_platform.failpoints import Failpoint, reach
 from vla_platform.gpu_workers.canary import CanaryProbe
@@ -41,7 +41,14 @@ from vla_platform.gpu_workers.training import (
     TrainResult,
 )
 from vla_platform.metrics.events import Event
-from vla_platform.specs import DEFAULT_EVERY_STEPS, RLSpec, SFTSpec, WorkloadSpec
+from vla_platform.specs import (
+    DEFAULT_EVERY_STEPS,
+    AlgorithmSpec,
+    DistillationReward,
+    RLSpec,
+    SFTSpec,
+    WorkloadSpec,
+)
 from vla_storage.errors import CodedError, PayloadError
 
 EVERYTHING = ("head", "state_encoder")
@@ -177,7 +184,9 @@ class TrainingRunner:
         try:
             if not self._hold(job):
                 return None
-            return self._rollouts.fetch(job) if job.task_type == "rl" else self._fetch(job)
+            if job.task_type == "rl":
+                return self._rollouts.fetch(job, self._algorithm(job))
+            return self._fetch(job)
         except LedgerError as error:
             _log.warning("action=job_dropped job=%s reason=%s", job.job_id, error)
             self._forget(job.policy_key)
@@ -200,6 +209,7 @@ class TrainingRunner:
         with self._training:
             self._save_progress()
         self._publisher.close(timeout_s)
+        self._rollouts.close()
         self._closed.set()
         self._heart.join(5)
         self._services.ledger.leave(self.worker)
@@ -227,45 +237,70 @@ class TrainingRunner:
         self._mounted[job.policy_key].last_job = job
         return True
 
-    def forward_actors(self) -> int:
-        """The stage before the advantages, for jobs that ask for it; returns how many were done."""
+    def _algorithm(self, job: TrainingJob) -> AlgorithmSpec:
+        spec = self._mounted[job.policy_key].spec
+        assert isinstance(spec, RLSpec)
+        return spec.algorithm
+
+    def compute_stages(self) -> int:
+        """What jobs of this base model need before their advantages: a teacher's scores, the
+        actor's forward. Returns how many were done."""
         done = 0
-        lease_s = self._services.settings.lease_s
         end = time.monotonic() + self._services.settings.slice_s
         with self._training, self._sound():
-            while time.monotonic() < end and not self._stopping.is_set():
-                job = self._services.ledger.lease_stage(
-                    Stage.ACTOR_FORWARD, self.worker, lease_s=lease_s, base_model=self._base_model
-                )
-                if job is None:
-                    return done
-                if not self._forward_actor(job):
-                    return done  # a service is down: others' training goes on meanwhile
-                done += 1
+            for stage in (Stage.SCORES, Stage.ACTOR_FORWARD):
+                while time.monotonic() < end and not self._stopping.is_set():
+                    job = self._services.ledger.lease_stage(
+                        stage,
+                        self.worker,
+                        lease_s=self._services.settings.lease_s,
+                        base_model=self._base_model,
+                    )
+                    if job is None:
+                        break
+                    if not self._compute_stage(stage, job):
+                        return done  # a service is down: others' training goes on meanwhile
+                    done += 1
         return done
 
-    def _forward_actor(self, job: TrainingJob) -> bool:
+    def _compute_stage(self, stage: Stage, job: TrainingJob) -> bool:
         """False: it was postponed."""
         ledger = self._services.ledger
+        more = {"scored": 1} if stage is Stage.SCORES else {}
         try:
             with (
-                work.on_job("actor_forward", job),
+                work.on_job(str(stage), job),
                 kept_alive(ledger, job, lease_s=self._services.settings.lease_s),
             ):
-                self._rollouts.forward_actor(job, lambda: self._actor(job))
-            if ledger.mark(job, JobState.NEEDS_ADVANTAGES):
-                dispatch.stage(Stage.ADVANTAGES, job.base_model)
+                if stage is Stage.SCORES:
+                    self._score(job)
+                else:
+                    self._rollouts.forward_actor(job, lambda: self._actor(job))
+            reach(Failpoint.COLUMNS_WRITTEN)
+            state = state_after(job.lifecycle, JobState(job.state))
+            if ledger.mark(job, state, **more):
+                dispatch.go_on(job, state)
         except LedgerError as error:
-            _log.warning("action=forward_refused job=%s reason=%s", job.job_id, error)
+            _log.warning("action=%s_refused job=%s reason=%s", stage, job.job_id, error)
         except UnsoundWorkerError:
             raise
         except CodedError as error:
-            if error.retryable:
-                with contextlib.suppress(LedgerError):
+            with contextlib.suppress(LedgerError):
+                if error.retryable:
                     ledger.release(job)
-                return False
-            self._fail(job, error)
+                    return False
+                if stage is Stage.SCORES:
+                    _log.warning("action=teacher_failed job=%s reason=%s", job.job_id, error)
+                    ledger.unscored(job, str(error))
+                else:
+                    self._fail(job, error)
         return True
+
+    def _score(self, job: TrainingJob) -> None:
+        reward = load_rl_spec(self._services, job.tenant_id, job.workload).reward
+        assert isinstance(reward, DistillationReward)  # graders have a queue of their own
+        student = load_prepared(self._services, job.tenant_id, job.workload)
+        self._rollouts.score(job, reward.teacher, student)
 
     def _actor(self, job: TrainingJob) -> Slot:
         """The policy as it was published last; its slot may be another worker's."""

@@ -25,7 +25,9 @@ from vla_platform.errors import DivergedError, ModuleLoadError
 from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.action_modules.build import build_action_module
 from vla_platform.gpu_workers.action_modules.stochastic import trained_by_rl
+from vla_platform.gpu_workers.algorithms.awr import WeightedSamples, run_awr_update
 from vla_platform.gpu_workers.algorithms.policy_gradient import (
+    MAX_TOKENS,
     PolicySamples,
     PolicyUpdate,
     run_policy_update,
@@ -34,7 +36,7 @@ from vla_platform.gpu_workers.algorithms.sft import Samples, sft_loss
 from vla_platform.gpu_workers.normalization import Normalization, Statistics
 from vla_platform.gpu_workers.schedule import learning_rate
 from vla_platform.schema import Schema
-from vla_platform.specs import ActionModuleSpec, AdamWSpec, AlgorithmSpec
+from vla_platform.specs import ActionModuleSpec, AdamWSpec, AlgorithmSpec, AWRSpec
 
 STATE_VERSION = 1
 MixedPrecision = Literal["no", "bf16", "fp16"]
@@ -211,41 +213,38 @@ class Slot:
             step=self.step,
         )
 
-    def update_policy(self, samples: PolicySamples) -> PolicyUpdate:
+    def update_policy(
+        self, samples: PolicySamples | WeightedSamples, *, max_tokens: int = MAX_TOKENS
+    ) -> PolicyUpdate:
         """One RL update: the algorithm's epochs over `samples`, in minibatches of its own order.
 
-        Counts as one step and one version however many optimizer steps it takes. Raises
-        `DivergedError`; the slot's numbers are then those of the middle of an update.
+        Counts as one step and one version however many optimizer steps it takes; `max_tokens`
+        bounds one pass of the module. Raises `DivergedError`; the slot's numbers are then those of
+        the middle of an update.
         """
-        assert self.config.algorithm is not None
+        algorithm = self.config.algorithm
         lr = learning_rate(self.config.optimizer, self.step, self.config.total_steps)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self.module.eval()  # dropout would make ratios of noise
-        update = run_policy_update(
-            self.module, samples, self.config.algorithm, generator=self._noise, step=self._descend
-        )
+        how: dict[str, Any] = {
+            "generator": self._noise, "descent": _Descent(self), "max_tokens": max_tokens,
+        }  # fmt: skip
+        try:
+            if isinstance(samples, WeightedSamples):
+                assert isinstance(algorithm, AWRSpec)
+                update = run_awr_update(self.module, samples, algorithm, **how)
+            else:
+                assert not isinstance(algorithm, AWRSpec | None)
+                update = run_policy_update(self.module, samples, algorithm, **how)
+        finally:
+            self._adamw.zero_grad(set_to_none=True)
         if not math.isfinite(update.loss):
             raise self._diverged("loss", update.loss)
         self.step += 1
         self.policy_version += 1
         self.samples_seen += update.num_rows
         return replace(update, lr=lr, step=self.step)
-
-    def _descend(self, loss: Tensor) -> float:
-        """One optimizer step down `loss`; returns the norm of its gradient."""
-        try:
-            if not math.isfinite(float(loss.detach())):
-                raise self._diverged("loss", float(loss.detach()))
-            self._accelerator.gradient_accumulation_steps = 1
-            self._accelerator.step = 0
-            with self._accelerator.accumulate(self.module):
-                self._accelerator.backward(loss)
-            norm = self._clip()
-            self._optimizer.step()
-        finally:
-            self._adamw.zero_grad(set_to_none=True)
-        return norm
 
     @contextlib.contextmanager
     def _own_dropout(self) -> Iterator[None]:
@@ -347,6 +346,31 @@ class Slot:
         self.samples_seen = int(scalars["samples_seen"])
         if self._accelerator.scaler is not None and scalars["scaler"] is not None:
             self._accelerator.scaler.load_state_dict(scalars["scaler"])
+
+
+class _Descent:
+    """A slot's way down the losses of an RL update: the gradients of several passes, one step."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    def add(self, share: Tensor) -> None:
+        slot, accelerator = self._slot, self._slot._accelerator
+        if not math.isfinite(float(share.detach())):
+            raise slot._diverged("loss", float(share.detach()))
+        accelerator.gradient_accumulation_steps = 1
+        accelerator.step = 0
+        with accelerator.accumulate(slot.module):
+            accelerator.backward(share)
+
+    def step(self) -> float:
+        norm = self._slot._clip()
+        self._slot._optimizer.step()
+        self.discard()
+        return norm
+
+    def discard(self) -> None:
+        self._slot._adamw.zero_grad(set_to_none=True)
 
 
 def _seed(seed: int, use: str) -> int:

@@ -25,13 +25,13 @@ from vla_platform.errors import (
     PlatformError,
     UnsoundWorkerError,
 )
-from vla_platform.gpu_workers.algorithms.policy_gradient import PolicyUpdate
+from vla_platform.gpu_workers.algorithms.policy_gradient import MAX_TOKENS, PolicyUpdate
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.canonical import Row
 from vla_platform.gpu_workers.device import is_alive
 from vla_platform.gpu_workers.feature_cache import FeatureCache
 from vla_platform.gpu_workers.features import Encoded, FeatureEncoder, stack_features
-from vla_platform.gpu_workers.rollout_samples import encode_rows, policy_samples
+from vla_platform.gpu_workers.rollout_samples import encode_rows, policy_samples, weighted_samples
 from vla_platform.gpu_workers.samples import (
     Columns,
     check_columns,
@@ -40,6 +40,7 @@ from vla_platform.gpu_workers.samples import (
     samples_of,
 )
 from vla_platform.gpu_workers.slots import Arrays, MixedPrecision, Slot, SlotConfig, SlotState
+from vla_platform.specs import AWRSpec
 from vla_storage.errors import CodedError
 
 _log = logging.getLogger(__name__)
@@ -100,13 +101,16 @@ class TrainingModelService:
         *,
         cache: FeatureCache | None = None,
         mixed_precision: MixedPrecision = "no",
+        max_tokens: int = MAX_TOKENS,
         between: Callable[[], None] = lambda: None,
         is_alive: Callable[[torch.device], bool] = is_alive,
     ) -> None:
-        """`cache=None` encodes every row every time; `between` runs between two updates."""
+        """`cache=None` encodes every row every time; `max_tokens` bounds one pass of a module in an
+        RL update; `between` runs between two updates."""
         self.backbone = backbone
         self.encoder = FeatureEncoder(backbone, cache=cache)
         self.mixed_precision: MixedPrecision = mixed_precision
+        self._max_tokens = max_tokens
         self._between = between
         self._is_alive = is_alive
         self._slots: dict[str, Slot] = {}
@@ -227,8 +231,10 @@ class TrainingModelService:
         """
         slot = self.slot(policy_key)
         begun = time.perf_counter()
-        samples, num_forwards = policy_samples(columns, slot.module, self.encoder)
-        update = slot.update_policy(samples)
+        weighted = isinstance(slot.config.algorithm, AWRSpec)
+        read = weighted_samples if weighted else policy_samples
+        samples, num_forwards = read(columns, slot.module, self.encoder)
+        update = slot.update_policy(samples, max_tokens=self._max_tokens)
         return PolicyResult(
             policy_key=policy_key,
             policy_version=slot.policy_version,
@@ -239,7 +245,8 @@ class TrainingModelService:
 
     @torch.no_grad()
     def actor_forward(self, slot: Slot, columns: Mapping[str, Any]) -> Arrays:
-        """What an actor says of a rollout: `actor_log_prob` (R, H), `actor_value` (R,).
+        """What an actor says of a rollout: `actor_value` (R,), and of drawn actions
+        `actor_log_prob` (R, H).
 
         Rows without a feature ended an episode for good: their value is 0.
         """
@@ -254,17 +261,23 @@ class TrainingModelService:
         if reads_state(module.schema):
             chosen = np.asarray(columns["state"])[rows]
             state = torch.tensor(chosen, dtype=torch.float32, device=device)
-        latent = torch.tensor(
-            np.asarray(columns["latent"])[rows], dtype=torch.float32, device=device
-        )
-        judged = module.evaluate(stack_features(features, module.feature_kind), state, latent)
-        log_prob = np.zeros((num_rows, slot.config.schema.chunk), np.float32)
+        feature = stack_features(features, module.feature_kind)
         value = np.zeros(num_rows, np.float32)
-        log_prob[rows], value[rows] = judged.log_prob.cpu().numpy(), judged.value.cpu().numpy()
+        found: Arrays = {"actor_value": value}
+        if "latent" in columns:
+            latent = torch.tensor(
+                np.asarray(columns["latent"])[rows], dtype=torch.float32, device=device
+            )
+            judged = module.evaluate(feature, state, latent)
+            log_prob = np.zeros((num_rows, slot.config.schema.chunk), np.float32)
+            log_prob[rows], value[rows] = judged.log_prob.cpu().numpy(), judged.value.cpu().numpy()
+            found["actor_log_prob"] = log_prob
+        else:
+            value[rows] = module.value(feature, state).cpu().numpy()
         # Termination has no future, whatever the value head makes of what was seen last.
         ended = np.asarray(columns["next_row"])[np.asarray(columns["terminated"], np.bool_)]
         value[ended] = 0.0
-        return {"actor_log_prob": log_prob, "actor_value": value}
+        return found
 
     def train_batch(
         self, policy_key: str, columns: Columns, *, num_microbatches: int = 1

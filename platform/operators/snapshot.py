@@ -191,12 +191,13 @@ def _bases(client: Any, bases: dict[str, str], workers: list[str]) -> tuple[Base
             pipe.zcard(f"vla:ready:{name}")
             for worker in workers:
                 pipe.zcard(f"vla:ready:{name}:{worker}")
+            pipe.zcard(f"vla:stage:scores:{name}")
             pipe.zcard(f"vla:stage:actor_forward:{name}")
             pipe.exists(f"vla:draining:{name}")
-            *ready, stages, drained = pipe.execute()
+            *ready, scores, forwards, drained = pipe.execute()
         found.append(
             BaseRow(
-                name=name, ready=sum(ready), stages=stages, is_drained=bool(drained),
+                name=name, ready=sum(ready), stages=scores + forwards, is_drained=bool(drained),
                 facts=json.loads(raw),
             )
         )  # fmt: skip

@@ -1,111 +1,70 @@
 """From accepted rows to micro-batches on ranks, on metadata alone.
 
-The plan is pure arithmetic over lengths: which rows a rank trains together is decided without a
-tensor, and the packer of a rank then fetches only those rows.
+Pure arithmetic over lengths: who trains which rows, and which of them together, is decided without
+a tensor, so that a rank fetches its own rows only. A batch is the same whatever the number of ranks
+and however it is cut: ranks and micro-batches add up shares of its loss.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from vla_platform.errors import SpecError
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowMeta:
-    """One row that could be trained."""
+    """One row that is trained."""
 
     row: int
     tokens: int  # what it costs
-    source: str = ""  # data source, for shares of a batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """Rows of one micro-batch of one rank, in ascending order."""
+def accepted(
+    is_transition: npt.NDArray[Any], trained: npt.NDArray[Any], tokens: Sequence[int]
+) -> list[RowMeta]:
+    """The rows with an action to train: no final observation, nothing of a rejected group.
 
-    rank: int
-    rows: tuple[int, ...]
-    tokens: int
+    is_transition (R,), trained (R, H), tokens (R,).
+    """
+    chosen = is_transition.astype(bool) & trained.astype(bool).any(axis=1)
+    return [RowMeta(row=row, tokens=tokens[row]) for row in np.flatnonzero(chosen).tolist()]
 
 
-def pack(rows: Sequence[RowMeta], *, num_ranks: int, max_tokens: int) -> list[Assignment]:
-    """Spread rows over ranks evenly by tokens, in micro-batches of at most `max_tokens`.
+def assign(rows: Sequence[RowMeta], *, num_ranks: int) -> list[tuple[RowMeta, ...]]:
+    """Each rank's rows, ascending, even by tokens.
 
-    Longest first onto the rank with the least (Graham 1969: within 4/3 of the best). Every rank
-    gets the same number of micro-batches, for a collective waits for all; some may be empty.
-    A row over `max_tokens` is a micro-batch of its own. Equal input, equal plan.
+    Longest first onto the rank with the least (Graham 1969: within 4/3 of the best). Equal rows,
+    equal assignment, in whatever order they come.
     """
     load = [(0, rank) for rank in range(num_ranks)]
-    of: dict[int, list[RowMeta]] = {rank: [] for rank in range(num_ranks)}
+    of: list[list[RowMeta]] = [[] for _ in range(num_ranks)]
     for row in sorted(rows, key=lambda one: (-one.tokens, one.row)):
         tokens, rank = heapq.heappop(load)
         of[rank].append(row)
         heapq.heappush(load, (tokens + row.tokens, rank))
-    packed = {rank: _first_fit(mine, max_tokens) for rank, mine in of.items()}
-    deepest = max((len(batches) for batches in packed.values()), default=0)
-    plan = []
-    for at in range(deepest):
-        for rank in range(num_ranks):
-            batch = packed[rank][at] if at < len(packed[rank]) else []
-            plan.append(
-                Assignment(
-                    rank=rank,
-                    rows=tuple(sorted(one.row for one in batch)),
-                    tokens=sum(one.tokens for one in batch),
-                )
-            )
-    return plan
+    return [tuple(sorted(mine, key=lambda one: one.row)) for mine in of]
 
 
-def _first_fit(rows: Sequence[RowMeta], max_tokens: int) -> list[list[RowMeta]]:
-    """Each row into the first micro-batch that has room; rows come longest first."""
-    batches: list[list[RowMeta]] = []
+def micro_batches(tokens: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Places 0 to N-1 of a batch cut into parts of at most `max_tokens`, each ascending.
+
+    Longest first into the first part with room, so parts are few, and rows of like length meet and
+    need little padding. A row over `max_tokens` is a part of its own.
+    """
+    parts: list[list[int]] = []
     loads: list[int] = []
-    for row in rows:
+    for place in sorted(range(len(tokens)), key=lambda place: (-tokens[place], place)):
         for at, load in enumerate(loads):
-            if load + row.tokens <= max_tokens:
-                batches[at].append(row)
-                loads[at] += row.tokens
+            if load + tokens[place] <= max_tokens:
+                parts[at].append(place)
+                loads[at] += tokens[place]
                 break
         else:
-            batches.append([row])
-            loads.append(row.tokens)
-    return batches
-
-
-@dataclass(frozen=True, kw_only=True)
-class Yield:
-    """A batch that every data source has given its share of."""
-
-    rows: tuple[RowMeta, ...]
-    left: tuple[RowMeta, ...]  # for the next batch
-
-
-def yield_batch(
-    rows: Sequence[RowMeta], *, shares: Mapping[str, float], batch_size: int
-) -> Yield | None:
-    """The oldest rows of each source by its share of `batch_size`; None while one lacks rows.
-
-    Shares are relative; what rounding leaves over goes to the largest. Raises `SpecError` for
-    shares that are not positive.
-    """
-    if not shares or any(share <= 0 for share in shares.values()):
-        raise SpecError("shares are positive numbers, one for each data source", problems=[])
-    total = sum(shares.values())
-    quota = {source: int(batch_size * share / total) for source, share in shares.items()}
-    largest = max(shares, key=lambda source: (shares[source], source))
-    quota[largest] += batch_size - sum(quota.values())
-    taken: list[RowMeta] = []
-    for source, count in quota.items():
-        mine = [row for row in rows if row.source == source][:count]
-        if len(mine) < count:
-            return None
-        taken.extend(mine)
-    chosen = {row.row for row in taken}
-    return Yield(
-        rows=tuple(sorted(taken, key=lambda one: one.row)),
-        left=tuple(row for row in rows if row.row not in chosen),
-    )
+            parts.append([place])
+            loads.append(tokens[place])
+    return [sorted(part) for part in parts]

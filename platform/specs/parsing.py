@@ -151,7 +151,10 @@ def _problem(error: ErrorDetails) -> dict[str, str]:
     return {"field": ".".join(location), "value": shown, "problem": problem, "hint": hint}
 
 
-_UNION_TAGS = {"oft", "flow_matching", "sft", "rl", "ppo", "grpo", "reinforce"}
+_UNION_TAGS = {
+    *("oft", "flow_matching", "sft", "rl", "ppo", "grpo", "reinforce", "awr"),
+    *("grader", "distillation"),
+}
 _OTHER_NAMES = {
     "learning_rate": "optimizer.lr",
     "max_train_steps": "steps",

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from vla_platform.specs.base import Float, Int, Spec
+from vla_platform.specs.offline import OfflineSpec
 from vla_platform.specs.policy import AdamWSpec, CheckpointSpec, LimitsSpec, Workload
+from vla_platform.specs.rewards import (
+    DistillationReward,
+    EnvironmentReward,
+    HookSpec,
+    RewardSpec,
+)
 
 Share = Annotated[Float, Field(ge=0.0, le=1.0)]
 Level = Literal["chunk", "step"]
@@ -48,15 +55,6 @@ class RolloutSpec(Spec):
                 f"num_envs {self.num_envs} is not a multiple of group_size {self.group_size}"
             )
         return self
-
-
-class HookSpec(Spec):
-    """A named, versioned function of the platform, such as `length_penalty@1`."""
-
-    name: str = Field(min_length=3, max_length=64, pattern=r"^[a-z_]+@[0-9]+$")
-    options: dict[Annotated[str, Field(max_length=64)], Float] = Field(
-        default_factory=dict, max_length=16
-    )
 
 
 class UpdateSpec(Spec):
@@ -115,7 +113,31 @@ class ReinforceSpec(Spec):
     actor_forward: bool = False
 
 
-AlgorithmSpec = Annotated[PPOSpec | GRPOSpec | ReinforceSpec, Field(discriminator="kind")]
+class AWRSpec(Spec):
+    """Advantage-weighted regression: imitate what went better than expected, the better the more.
+
+    Needs nothing of the policy that acted, so it also learns from recorded episodes.
+    """
+
+    kind: Literal["awr"] = "awr"
+    gamma: Float = Field(0.99, ge=0.0, le=1.0, description="per decision")
+    baseline: Literal["value", "mean"] = Field(
+        "value", description="what returns are measured against: the value head, or their mean"
+    )
+    normalize_advantages: bool = Field(True, description="then the temperature has no unit")
+    temperature: Float = Field(1.0, gt=0.0, le=1e6, description="weight exp(A / temperature)")
+    max_weight: Float = Field(20.0, ge=1.0, le=1e6)
+    value_weight: Float = Field(0.5, ge=0.0, le=100.0)
+    epochs: Int = Field(2, ge=1, le=64, description="passes over the rows")
+    minibatches: Int = Field(4, ge=1, le=256, description="optimizer steps per pass")
+
+    @property
+    def actor_forward(self) -> bool:
+        """The value head speaks before the advantages."""
+        return self.baseline == "value"
+
+
+AlgorithmSpec = Annotated[PPOSpec | GRPOSpec | ReinforceSpec | AWRSpec, Field(discriminator="kind")]
 
 
 class RLSpec(Workload):
@@ -130,10 +152,14 @@ class RLSpec(Workload):
         description="id of a checkpoint of the tenant; its interface, statistics and module stay",
     )
     environment: EnvironmentSpec | None = Field(
-        description="null: the tenant acts and gives the samples itself, by `Run.train_batch`"
+        None, description="null: the tenant acts and gives the samples itself, by `Run.train_batch`"
+    )
+    data: OfflineSpec | None = Field(
+        None, description="recorded episodes in place of an environment: offline RL"
     )
     rollout: RolloutSpec = RolloutSpec()
     algorithm: AlgorithmSpec = PPOSpec()
+    reward: RewardSpec = EnvironmentReward()
     score_hooks: tuple[HookSpec, ...] = Field(
         (), max_length=8, description="rewrite scores, in order"
     )
@@ -153,6 +179,23 @@ class RLSpec(Workload):
     limits: LimitsSpec = LimitsSpec(max_in_flight=2)
 
     @model_validator(mode="after")
+    def _data_come_from_one_place(self) -> RLSpec:
+        if self.data is None:
+            if "environment" not in self.model_fields_set:
+                raise ValueError("environment is missing (null: samples of your own), or data")
+            return self
+        if self.environment is not None:
+            raise ValueError("data takes the environment's place: give one of them")
+        if not isinstance(self.algorithm, AWRSpec):
+            raise ValueError(
+                f"algorithm {self.algorithm.kind} needs the log-probabilities of the policy that "
+                "acted, which no dataset has: use awr"
+            )
+        if isinstance(self.reward, DistillationReward):
+            raise ValueError("a teacher judges what the student draws; data hold what others did")
+        return self
+
+    @model_validator(mode="after")
     def _fields_agree(self) -> RLSpec:
         if isinstance(self.algorithm, GRPOSpec):
             if self.rollout.group_size < 2:
@@ -162,8 +205,9 @@ class RLSpec(Workload):
             lowest, highest = self.algorithm.pass_rates
             if lowest > highest:
                 raise ValueError(f"pass_rates {lowest} is above {highest}")
-        if self.checkpoint.every_steps != 1:
+        if self.checkpoint.every_steps != 1 and self.data is None:
             raise ValueError(
-                "checkpoint.every_steps is 1 for RL: every update is published, and rollouts use it"
+                "checkpoint.every_steps is 1 unless the data are recorded: rollouts use every "
+                "update that is published"
             )
         return self

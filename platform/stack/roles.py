@@ -107,7 +107,7 @@ _WATCHERS = (
 
 ROLES: tuple[Role, ...] = (
     _worker("control", "control", concurrency=4),
-    _worker("sft", "sft,advantages,audit", concurrency=8),
+    _worker("sft", "sft,graders,advantages,audit", concurrency=8),
     _worker("gpu", "training", concurrency=1, stop_s=45.0),
     _beat("beat"),
     *_WATCHERS,
@@ -117,6 +117,7 @@ ROLES: tuple[Role, ...] = (
 CLUSTER_LIKE: tuple[Role, ...] = (
     *(_worker(f"control-{number}", "control", concurrency=4) for number in (1, 2)),
     _worker("sft", "sft", concurrency=8),
+    _worker("graders", "graders", concurrency=2),
     _worker("advantages", "advantages", concurrency=2),
     _worker("audit", "audit", concurrency=1),
     *(_worker(f"gpu-{number}", "training", concurrency=1, stop_s=45.0) for number in (1, 2)),

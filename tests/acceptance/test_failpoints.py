@@ -17,6 +17,7 @@ import psutil
 import pytest
 from celery import Celery
 
+from tests.acceptance.recorded import offline, write_mixed
 from vla_platform.cli.tenants import Operator, operator
 from vla_platform.client import Platform, Run
 from vla_platform.datasets.recording import make_demonstrations
@@ -32,6 +33,7 @@ ROUNDS = 200
 ROLE = {Failpoint.PAYLOAD_WRITTEN: "sft", Failpoint.META_PUBLISHED: "sft"}
 NTH = {Failpoint.AFTER_POP: 1, Failpoint.BEFORE_ACK: 1, Failpoint.STAGE_DONE: 2,
        Failpoint.AFTER_MANIFEST: 2, Failpoint.PART_K: 5}  # fmt: skip
+OF_SFT = [one for one in Failpoint if one is not Failpoint.COLUMNS_WRITTEN]
 seeds = itertools.count(100)
 
 
@@ -62,6 +64,8 @@ class Stack:
         return after
 
     def submit(self, **changes: Any) -> Run:
+        if changes.get("kind") == "rl":
+            return self.platform.submit({"policy": f"p{next(seeds)}", **changes})
         return self.platform.submit(
             {
                 "kind": "sft",
@@ -85,6 +89,7 @@ class Stack:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("failpoints")
     make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=8, seed=0)
+    write_mixed(folder / "data" / "mixed")
     var, armed = folder / "var", folder / "failpoint"
     environment = {
         **os.environ, "VLA_BASE_MODELS": "tiny=tiny-random", "VLA_FAILPOINT": f"@{armed}",
@@ -109,11 +114,13 @@ def losses(run: Run) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in run.metrics() if event["kind"] == "step"}
 
 
-def die_once(stack: Stack, failpoint: Failpoint, nth: int) -> tuple[Run, float]:
+def die_once(
+    stack: Stack, failpoint: Failpoint, nth: int, *, role: str = "", **spec: Any
+) -> tuple[Run, float]:
     """A run during which a worker dies at `failpoint`; returns it and the longest pause."""
-    role = ROLE.get(failpoint, "gpu")
+    role = role or ROLE.get(failpoint, "gpu")
     pid = stack.arm(role, failpoint, nth)
-    run = stack.submit()
+    run = stack.submit(**spec)
     died, longest, last = False, 0.0, time.monotonic()
     step = -1
     end = time.monotonic() + TIMEOUT_S
@@ -132,7 +139,7 @@ def die_once(stack: Stack, failpoint: Failpoint, nth: int) -> tuple[Run, float]:
     return run, longest
 
 
-@pytest.mark.parametrize("failpoint", list(Failpoint))
+@pytest.mark.parametrize("failpoint", OF_SFT)
 def test_a_death_at_a_named_place_loses_and_doubles_nothing_f01_f55_pf02(
     stack: Stack, calm: tuple[dict[int, float], str], failpoint: Failpoint
 ) -> None:
@@ -161,6 +168,43 @@ def test_a_step_that_hangs_ends_its_worker_and_is_done_by_the_next_f15(
     assert not psutil.pid_exists(hangs)
     assert list(stack.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
     assert (losses(run), stack.module_digest(run)) == calm
+
+
+@pytest.fixture(scope="module")
+def graded(stack: Stack) -> tuple[dict[str, Any], list[float], str]:
+    """A run with every stage (grades, values, advantages), and what it learns in peace."""
+    tuned = stack.submit(steps=5, checkpoint={}, action_module={"kind": "oft", "chunk": 4})
+    spec = offline(
+        kind="rl", init_from=tuned.result(TIMEOUT_S).checkpoint, limits={"max_in_flight": 1},
+        reward={"kind": "grader", "name": "peak_reward@1", "on_failure": "fail"},
+    )  # fmt: skip
+    run = stack.submit(**spec)
+    run.result(TIMEOUT_S)
+    return spec, update_losses(run), stack.module_digest(run)
+
+
+def update_losses(run: Run) -> list[float]:
+    return [event["loss"] for event in run.metrics() if event["kind"] == "update"]
+
+
+@pytest.mark.parametrize(
+    ("role", "failpoint"),
+    [
+        ("sft", Failpoint.PAYLOAD_WRITTEN), ("sft", Failpoint.META_PUBLISHED),
+        ("sft", Failpoint.COLUMNS_WRITTEN), ("gpu", Failpoint.COLUMNS_WRITTEN),
+        ("gpu", Failpoint.AFTER_LEDGER_CLAIM), ("gpu", Failpoint.AFTER_STEPLOG),
+        ("gpu", Failpoint.AFTER_MANIFEST),
+    ],
+)  # fmt: skip
+def test_a_death_at_any_stage_of_rl_changes_no_update_f45(
+    stack: Stack, graded: tuple[dict[str, Any], list[float], str], role: str, failpoint: Failpoint
+) -> None:
+    spec, expected, digest = graded
+    run, _ = die_once(stack, failpoint, 3, role=role, **spec)
+    assert run.status().state == "succeeded"
+    assert list(stack.admin.ledger.steps(run.id)) == list(range(1, 9))
+    assert (update_losses(run), stack.module_digest(run)) == (expected, digest)
+    assert run.explain()["unscored"] == 0
 
 
 def test_connections_that_drop_again_and_again_leave_nobody_deaf_f24_pf03(
@@ -220,7 +264,7 @@ def test_messages_sent_twice_and_messages_of_the_past_change_nothing_b29(
 @pytest.mark.slow
 def test_two_hundred_deaths(stack: Stack, calm: tuple[dict[int, float], str]) -> None:
     """Every failpoint in turn, at changing moments: every run ends, with the same numbers."""
-    for number, failpoint in zip(range(ROUNDS), itertools.cycle(Failpoint), strict=False):
+    for number, failpoint in zip(range(ROUNDS), itertools.cycle(OF_SFT), strict=False):
         nth = NTH.get(failpoint) or 1 + number % 13
         run, _ = die_once(stack, failpoint, nth)
         assert (run.status().state, losses(run)) == ("succeeded", calm[0]), (number, failpoint)

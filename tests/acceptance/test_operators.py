@@ -145,13 +145,13 @@ def test_a_worker_is_drained_restarted_and_works_on(stack: tuple[Path, Operator,
     workers = Workers(admin.info.redis_url, admin.ledger.client)
     before = {row.name.partition("@")[0]: row.pid for row in workers.rows()}
     rc, rows = vla(var, "workers", "drain", "sft")
-    assert (rc, set(rows["left"].split(", "))) == (0, {"sft", "advantages", "audit"})
+    assert (rc, set(rows["left"].split(", "))) == (0, {"sft", "graders", "advantages", "audit"})
     rc, _ = vla(var, "workers", "undrain", "sft")
     assert rc == 0
     operate.restart_role(var, "sft")
     wait_until(lambda: {r.name.partition("@")[0] for r in workers.rows()} == set(before))
     after = {row.name.partition("@")[0]: row for row in workers.rows()}
     assert after["sft"].pid != before["sft"]
-    assert after["sft"].queues == ("advantages", "audit", "sft")
+    assert after["sft"].queues == ("advantages", "audit", "graders", "sft")
     assert after["control"].pid == before["control"]
     workers.close()

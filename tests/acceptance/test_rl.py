@@ -15,11 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.acceptance.recorded import offline, write_mixed
 from vla_platform.cli.tenants import Operator, operator
 from vla_platform.client import Platform, Run
 from vla_platform.datasets.recording import make_demonstrations
 from vla_platform.envs.tabletop import Tabletop
-from vla_platform.errors import SpecError, WorkloadFailedError
+from vla_platform.errors import NotFoundError, SpecError, WorkloadFailedError
 from vla_platform.stack import operate
 from vla_platform.stack.roles import ROLES, environment_roles
 from vla_storage.checkpoints import CheckpointStore
@@ -34,6 +35,7 @@ Stack = tuple[Path, Operator, dict[str, Platform]]
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("rl")
     make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=6, seed=0)
+    write_mixed(folder / "data" / "mixed")
     var = folder / "var"
     roles = (*ROLES, *environment_roles(1, {"tabletop": 1.0}, var))
     environment = {**os.environ, "VLA_BASE_MODELS": "tiny=tiny-random"}
@@ -192,6 +194,133 @@ def test_a_killed_worker_loses_no_update_f45_f53(
     assert run.result(TIMEOUT_S).step == UPDATES
     assert list(admin.ledger.steps(run.id)) == list(range(1, UPDATES + 1))
     assert module_of(admin, "a", run) == module_of(admin, "a", alone)
+
+
+def test_a_grader_rewards_from_a_task_of_its_own(stack: Stack, tuned: dict[str, str]) -> None:
+    """Its grades are told, and change what is learnt; a second run learns the same."""
+    _, admin, platforms = stack
+    reward = {"kind": "grader", "name": "rank@1"}
+    runs = [platforms["a"].submit(spec(f"graded-{at}", tuned["a"], reward=reward, **GRPO))
+            for at in (1, 2)]  # fmt: skip
+    plain = platforms["a"].submit(spec("ungraded", tuned["a"], **GRPO))
+    for run in (*runs, plain):
+        assert run.result(TIMEOUT_S).step == UPDATES
+    told = [event for event in runs[0].events(follow=False) if event["kind"] == "grades"]
+    assert {event["position"] for event in told} >= set(range(UPDATES))
+    assert {event["grader"] for event in told} == {"rank@1"}
+    assert {round(event["mean_grade"], 6) for event in told} == {0.5}
+    assert module_of(admin, "a", runs[0]) == module_of(admin, "a", runs[1])
+    assert module_of(admin, "a", runs[0]) != module_of(admin, "a", plain)
+    assert runs[0].explain()["unscored"] == 0
+
+
+@pytest.mark.parametrize("kind", ["awr", "ppo"])
+def test_graders_and_advantage_weights_go_with_any_environment(
+    stack: Stack, tuned: dict[str, str], kind: str
+) -> None:
+    run = stack[2]["b"].submit(
+        spec(f"graded-{kind}", tuned["b"], algorithm={"kind": kind, "epochs": 1}, updates=2,
+             reward={"kind": "grader", "name": "smoothness@1", "on_failure": "fail"})
+    )  # fmt: skip
+    assert run.result(TIMEOUT_S).step == 2
+
+
+DISTILLED = {"algorithm": {"kind": "reinforce", "gamma": 0.0, "normalize_advantages": False}}
+
+
+@pytest.mark.parametrize("tenant", ["a", "b"])
+def test_a_teacher_rewards_what_it_would_have_done(
+    stack: Stack, tuned: dict[str, str], tenant: str
+) -> None:
+    """Both module kinds. From another policy there is something to learn, however it is named;
+    from oneself there is not, up to rounding."""
+    platform = stack[2][tenant]
+    tutor = platform.submit(spec(f"tutor-{tenant}", tuned[tenant], updates=2))
+    learnt = tutor.result(TIMEOUT_S)
+    teachers = [
+        {"policy": f"tutor-{tenant}", "version": learnt.checkpoint},
+        {"policy": f"tutor-{tenant}", "version": learnt.policy_version},
+        {"policy": "reach", "version": tuned[tenant]},
+    ]
+    pulls = []
+    for at, teacher in enumerate(teachers):
+        reward = {"kind": "distillation", "teacher": teacher, "on_failure": "fail"}
+        run = platform.submit(
+            spec(f"pupil-{tenant}-{at}", tuned[tenant], reward=reward, updates=1, **DISTILLED)
+        )
+        assert run.result(TIMEOUT_S).step == 1
+        pulls.append(updates(run)[0]["grad_norm"])
+    assert pulls[0] == pulls[1] > 100 * pulls[2]
+
+
+def test_teachers_that_cannot_teach_are_refused(stack: Stack, tuned: dict[str, str]) -> None:
+    platforms = stack[2]
+    for teacher, error in (
+        ({"policy": "reach", "version": tuned["b"]}, CheckpointNotFoundError),
+        ({"policy": "nobody", "version": 1}, NotFoundError),
+        ({"policy": "other", "version": tuned["a"]}, SpecError),
+        ({"policy": "reach", "version": tuned["a"], "base_model": "large"}, SpecError),
+    ):
+        reward = {"kind": "distillation", "teacher": teacher}
+        with pytest.raises(error):
+            platforms["a"].submit(spec("p", tuned["a"], reward=reward))
+
+
+@pytest.mark.parametrize(
+    ("role", "baseline", "in_flight"), [("gpu", "value", 1), ("gpu", "mean", 3), ("sft", "mean", 3)]
+)
+def test_recorded_episodes_train_by_the_same_path_and_resume_bit_by_bit(
+    stack: Stack, tuned: dict[str, str], role: str, baseline: str, in_flight: int
+) -> None:
+    """No environment, no staleness; a killed worker changes no bit, and checkpoints may be rare."""
+    var, admin, platforms = stack
+    rare = offline(
+        checkpoint={"every_steps": 3}, limits={"max_in_flight": in_flight},
+        algorithm={"kind": "awr", "baseline": baseline, "epochs": 1, "minibatches": 2},
+    )  # fmt: skip
+    straight = platforms["a"].submit(spec(f"recorded-{role}-{baseline}", tuned["a"], **rare))
+    assert straight.result(TIMEOUT_S).step == 8
+    run = platforms["a"].submit(spec(f"recorded-killed-{role}-{baseline}", tuned["a"], **rare))
+    for event in run.events():
+        if event["kind"] == "update" and event["step"] >= 2:
+            break
+    pid = next(one.pid for one in operate.status(var) if one.role == role)
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+    assert run.result(TIMEOUT_S).step == 8
+    assert list(admin.ledger.steps(run.id)) == list(range(1, 9))
+    assert module_of(admin, "a", run) == module_of(admin, "a", straight)
+
+
+def test_a_flow_matching_policy_learns_from_two_sources_by_share(
+    stack: Stack, tuned: dict[str, str]
+) -> None:
+    _, admin, platforms = stack
+    source = {"dataset": {"path": "mixed"}, "success": "next.success"}
+    data = {
+        "sources": [
+            {**source, "share": 3},
+            {**source, "dataset": {"path": "mixed", "episodes": [1]}},
+        ],
+        "episodes_per_update": 4,
+    }  # fmt: skip
+    run = platforms["b"].submit(spec("two-sources", tuned["b"], **offline(data=data)))
+    assert run.result(TIMEOUT_S).step == 8
+    assert admin.ledger.client.hget("vla:usage:b", "jobs") is not None
+    with pytest.raises(SpecError, match="makes its own samples"):
+        run.train_batch({})
+
+
+def test_recorded_data_that_do_not_fit_are_refused_by_name(
+    stack: Stack, tuned: dict[str, str]
+) -> None:
+    for dataset, name in (
+        ({"path": "mixed", "action": "observation.state", "state": "next.reward"}, "state"),
+        ({"path": "mixed", "state": "action", "action": "next.reward"}, "action"),
+    ):
+        data = {"sources": [{"dataset": dataset, "reward": "next.reward"}]}
+        run = stack[2]["a"].submit(spec("misfit", tuned["a"], **offline(data=data)))
+        with pytest.raises(WorkloadFailedError, match=name):
+            run.result(TIMEOUT_S)
 
 
 def test_what_teaches_nothing_ends_the_run_by_name(stack: Stack, tuned: dict[str, str]) -> None:

@@ -25,6 +25,7 @@
 --   vla:ready:<base>             zset   next job of each policy whose slot is free -> rank
 --   vla:ready:<base>:<worker>    zset   the same for policies whose slot that worker owns
 --   vla:stage:<stage>[:<base>]   zset   jobs that wait for a stage -> rank
+--   vla:deadlines                zset   jobs without scores -> when they are given up (ms)
 --   vla:leases                   zset   job -> lease_expires (ms), for stages and training
 --   vla:w:<workload>:gone        set    positions that were dropped before their turn
 --   vla:wake:*, vla:room:*       list   one token, for those who block until something changes
@@ -65,7 +66,7 @@ end
 
 local JOB = {'state', 'fence', 'workload', 'tenant_id', 'policy_key', 'task_type', 'lifecycle',
   'base_model', 'partition_id', 'position', 'priority', 'created_seq', 'ready_seq', 'lease_owner',
-  'lease_expires'}
+  'lease_expires', 'scored_by'}
 
 local function job_of(job_id) return pick('vla:j:' .. job_id, JOB) end
 
@@ -132,8 +133,14 @@ local function enqueue(job_id, known)
   wake('vla:wake:' .. j.base_model)
 end
 
-local function stage_key(stage, base_model)
-  return 'vla:stage:' .. stage .. (stage == 'actor_forward' and ':' .. base_model or '')
+-- Whose stage it is: the worker of a base model, or '' for any worker of the stage's queue.
+local function stage_place(stage, j)
+  if stage == 'actor_forward' then return j.base_model end
+  return stage == 'scores' and j.scored_by or ''
+end
+
+local function stage_key(stage, place)
+  return 'vla:stage:' .. stage .. (place ~= '' and ':' .. place or '')
 end
 
 -- Takes a job out of the index of the state it was in.
@@ -142,7 +149,9 @@ local function unlist(job_id, j)
     redis.call('ZREM', ready_key(j), job_id)
   elseif j.state ~= 'reserved' then
     local stage = string.match(j.state, '^needs_(.*)$')
-    redis.call('ZREM', stage and stage_key(stage, j.base_model) or 'vla:leases', job_id)
+    local waits = stage and stage_key(stage, stage_place(stage, j))
+    redis.call('ZREM', waits or 'vla:leases', job_id)
+    if j.scored_by then redis.call('ZREM', 'vla:deadlines', job_id) end
   elseif j.task_type == 'rl' then
     redis.call('SREM', 'vla:rollouts', job_id)
     redis.call('SREM', 'vla:tenant:' .. j.tenant_id .. ':rollouts', job_id)

@@ -18,8 +18,10 @@ local function must_wait(id, w, limits)
   local jobs = redis.call('ZCARD', 'vla:w:' .. id .. ':jobs')
   local undurable = 0
   if w.target == 'steps' then
-    -- Rollouts use what is published; a step that is not counts like a job in flight.
-    undurable = tonumber(w.step) - tonumber(w.durable_step)
+    -- Rollouts use what is published; a step that is not counts like a job in flight. Samples of
+    -- a dataset use nothing.
+    undurable = tonumber(w.max_policy_staleness) >= 0
+      and tonumber(w.step) - tonumber(w.durable_step) or 0
     if tonumber(w.step) + jobs >= tonumber(w.total_steps) then return WAITS.ALL_RESERVED end
   elseif tonumber(w.next_position) >= tonumber(w.total_positions) then
     return WAITS.ALL_RESERVED
@@ -30,7 +32,8 @@ local function must_wait(id, w, limits)
   end
   if w.kind == 'rl' then
     -- So many versions older will its samples be when they are trained.
-    if jobs + undurable > tonumber(w.max_policy_staleness) then return WAITS.STALENESS end
+    local most = tonumber(w.max_policy_staleness)
+    if most >= 0 and jobs + undurable > most then return WAITS.STALENESS end
     if w.harness == '' then return nil end -- the tenant's own environments
     if redis.call('SCARD', 'vla:tenant:' .. w.tenant .. ':rollouts') >= limits.tenant_rollouts then
       return WAITS.TENANT_ROLLOUTS
@@ -54,7 +57,7 @@ end
 local RESERVED_OF = {'state', 'waits', 'target', 'step', 'durable_step', 'total_steps',
   'total_positions', 'next_position', 'max_in_flight', 'kind', 'harness', 'max_policy_staleness',
   'tenant', 'base_model', 'policy_key', 'lifecycle', 'schema_signature', 'priority', 'base_version',
-  'incarnation'}
+  'incarnation', 'scored_by', 'score_within_ms', 'on_unscored'}
 
 local function steps_environments(job_id, w)
   if w.kind ~= 'rl' or w.harness == '' then return end
@@ -108,7 +111,8 @@ local function reserve(_, args)
     base_version = w.base_version, state = 'reserved', attempt = 0, fence = 1,
     created_seq = redis.call('INCR', 'vla:seq:created'), created = at,
     lease_expires = at + lease_ms, producer_role = rl and 'rollout' or 'sft',
-    consumer_role = 'training',
+    consumer_role = 'training', scored_by = w.scored_by, score_within_ms = w.score_within_ms,
+    on_unscored = w.on_unscored,
   }
   local flat = {}
   for name, value in pairs(job) do flat[#flat + 1] = name; flat[#flat + 1] = value end
@@ -141,22 +145,19 @@ local function mark(_, args)
       flat[#flat + 1] = value
     end
   end
+  local stepped = redis.call('SISMEMBER', 'vla:rollouts', job_id) == 1
   unlist(job_id, j)
   redis.call('HSET', key, unpack(flat))
   if j.state == 'reserved' then
     redis.call('ZADD', 'vla:w:' .. j.workload .. ':jobs', '+inf', job_id)
-    if j.task_type == 'rl' then
+    if stepped then -- not where the episodes were recorded, or the environments are the tenant's
       local began = tonumber(redis.call('HGET', key, 'created'))
       use(j.tenant_id, j.policy_key, j.workload, {simulator_s = (at - began) / 1000})
     end
   end
   if state ~= 'ready' then
     wake('vla:room:' .. j.workload) -- its environments are free for the next rollout
-    local stage = string.sub(state, #'needs_' + 1)
-    local queue = stage_key(stage, j.base_model)
-    redis.call('ZADD', queue, rank(j, j.created_seq), job_id)
-    wake('vla:wake:' .. (stage == 'actor_forward' and j.base_model or stage))
-    return redis.call('SET', 'vla:hint:' .. queue, 1, 'NX', 'PX', 1000) and 1 or 0
+    return await_stage(job_id, j, string.sub(state, #'needs_' + 1))
   end
   j.state = state
   enqueue(job_id, j)
@@ -175,7 +176,10 @@ local function lease_stage(_, args)
     redis.call('ZREM', queue, job_id)
     local key = 'vla:j:' .. job_id
     local j = job_of(job_id)
-    if redis.call('HINCRBY', key, 'attempt', 1) > MOST_ATTEMPTS then
+    local attempt = redis.call('HINCRBY', key, 'attempt', 1)
+    if attempt > MOST_ATTEMPTS and stage == 'scores' then
+      give_up_scores(job_id, j, 'scoring it ended its worker ' .. MOST_ATTEMPTS .. ' times')
+    elseif attempt > MOST_ATTEMPTS then
       poison(job_id, j, stage .. ' worker')
     else
       redis.call('HINCRBY', key, 'fence', 1)
@@ -206,27 +210,6 @@ local function renew(_, args)
   return 1
 end
 
-local function drop_job(job_id, j, reason)
-  end_job(job_id, 'dropped', reason, j)
-  redis.call('HINCRBY', 'vla:usage:' .. j.tenant_id, 'dropped:' .. j.policy_key .. ':' .. reason, 1)
-  local w = hash('vla:w:' .. j.workload)
-  redis.call('HINCRBY', 'vla:w:' .. j.workload, 'dropped', 1)
-  redis.call('HINCRBY', 'vla:t:' .. j.tenant_id .. ':w:' .. j.workload, 'dropped', 1)
-  local in_row = redis.call('HINCRBY', 'vla:w:' .. j.workload, 'dropped_in_row', 1)
-  if w.max_dropped and in_row >= tonumber(w.max_dropped) then
-    return end_workload(j.workload, w, 'failed', cjson.encode({code = 'nothing_to_learn', message =
-      in_row .. ' rollouts in a row taught nothing; the last one: ' .. reason}))
-  end
-  redis.call('SADD', 'vla:w:' .. j.workload .. ':gone', j.position)
-  local position = tonumber(w.position)
-  while redis.call('SREM', 'vla:w:' .. j.workload .. ':gone', position) == 1 do
-    position = position + 1
-  end
-  if position ~= tonumber(w.position) then
-    advance(j.workload, w, position, w.step, now_ms())
-  end
-end
-
 -- drop(job, fence, reason): a held RL job -> dropped: its samples train nothing.
 local function drop(_, args)
   local j = job_of(args[1])
@@ -237,6 +220,14 @@ local function drop(_, args)
     return refuse('ILLEGAL', args[1] .. ': ' .. j.state .. ' -> dropped')
   end
   drop_job(args[1], j, args[3])
+  return 1
+end
+
+-- unscored(job, fence, why): whoever held its scores cannot compute them.
+local function unscored(_, args)
+  local j = job_of(args[1])
+  if not holds(j, args[2], 'computing_scores') then return refuse('LEASE_LOST', args[1]) end
+  give_up_scores(args[1], j, args[3])
   return 1
 end
 
@@ -293,7 +284,7 @@ local function release(_, args)
     local stage = string.sub(j.state, #'computing_' + 1)
     redis.call('HSET', key, 'state', 'needs_' .. stage)
     redis.call('HINCRBY', key, 'attempt', -1)
-    redis.call('ZADD', stage_key(stage, j.base_model), rank(j, j.created_seq), job_id)
+    redis.call('ZADD', stage_key(stage, stage_place(stage, j)), rank(j, j.created_seq), job_id)
   end
   return 1
 end

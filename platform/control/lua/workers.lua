@@ -163,9 +163,16 @@ local function expire(_, _)
     else
       local stage = string.sub(j.state, #'computing_' + 1)
       redis.call('HSET', key, 'state', 'needs_' .. stage)
-      redis.call('ZADD', stage_key(stage, j.base_model), rank(j, j.created_seq), job_id)
+      redis.call('ZADD', stage_key(stage, stage_place(stage, j)), rank(j, j.created_seq), job_id)
     end
     count = count + 1
+  end
+  for _, job_id in ipairs(redis.call('ZRANGEBYSCORE', 'vla:deadlines', '-inf', at, 'LIMIT', 0, 512)) do
+    redis.call('ZREM', 'vla:deadlines', job_id)
+    local j = job_of(job_id)
+    if j.state == 'needs_scores' or j.state == 'computing_scores' then
+      give_up_scores(job_id, j, 'its deadline passed')
+    end
   end
   return count
 end

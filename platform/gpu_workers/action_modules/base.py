@@ -126,7 +126,8 @@ class ActionModule(nn.Module, ABC):
             raise UnsupportedError("this policy was not trained by RL: it draws no samples")
         return self.rl
 
-    def _value(self, feature: VLAFeature, state: Tensor | None) -> Tensor:
+    def value(self, feature: VLAFeature, state: Tensor | None) -> Tensor:
+        """What is expected of these observations, (B,). Needs `add_rl_heads`."""
         normalized = None
         if self.state_normalizer is not None:
             assert state is not None

@@ -158,7 +158,7 @@ class FlowMatchingActionModule(ActionModule):
             actions=self.action_normalizer.denormalize(chain[-1]),
             latent=torch.stack(chain, dim=1),
             log_prob=log_prob,
-            value=self._value(feature, state),
+            value=self.value(feature, state),
         )
 
     def evaluate(self, feature: VLAFeature, state: Tensor | None, latent: Tensor) -> Evaluated:
@@ -169,7 +169,7 @@ class FlowMatchingActionModule(ActionModule):
             mean = self._step_mean(latent[:, step], step, feature, state)
             log_prob = log_prob + gaussian_log_prob(latent[:, step + 1], mean, log_std, varies)
         entropy = (steps * gaussian_entropy(log_std, varies)).expand_as(log_prob)
-        return Evaluated(log_prob, entropy, self._value(feature, state))
+        return Evaluated(log_prob, entropy, self.value(feature, state))
 
     def _step_log_std(self) -> Tensor:
         """Of one Euler step: over all S steps the injected noise has the spread `log_std`."""

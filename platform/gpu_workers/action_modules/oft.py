@@ -122,7 +122,7 @@ class OFTActionModule(ActionModule):
             actions=self.action_normalizer.denormalize(drawn),
             latent=drawn[:, None],
             log_prob=gaussian_log_prob(drawn, mean, heads.log_std, varies),
-            value=self._value(feature, state),
+            value=self.value(feature, state),
         )
 
     def evaluate(self, feature: VLAFeature, state: Tensor | None, latent: Tensor) -> Evaluated:
@@ -130,7 +130,7 @@ class OFTActionModule(ActionModule):
         mean = self.normalized_actions(feature, state)
         log_prob = gaussian_log_prob(latent[:, 0], mean, log_std, varies)
         entropy = gaussian_entropy(log_std, varies).expand_as(log_prob)
-        return Evaluated(log_prob, entropy, self._value(feature, state))
+        return Evaluated(log_prob, entropy, self.value(feature, state))
 
     def act(self, feature: VLAFeature, state: Tensor | None, noise: Tensor | None) -> Tensor:
         return self.action_normalizer.denormalize(self.normalized_actions(feature, state))

@@ -1,13 +1,15 @@
 """An RL update: epochs of minibatches over the decisions of one rollout.
 
 The order of rows is drawn from the policy's own generator, so an update is a function of the slot
-and the samples alone, whoever else is on the device.
+and the samples alone, whoever else is on the device. A minibatch too long for one pass is packed
+into several, whose gradients add up to its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -17,10 +19,15 @@ from vla_platform.gpu_workers.algorithms.ppo import (
     PolicyLoss,
     PolicyLossConfig,
     RolloutSamples,
+    Totals,
     policy_loss,
 )
 from vla_platform.gpu_workers.features import VLAFeature
-from vla_platform.specs import AlgorithmSpec, PPOSpec, ReinforceSpec
+from vla_platform.rl.packing import micro_batches
+from vla_platform.specs import GRPOSpec, PPOSpec, ReinforceSpec
+
+MAX_TOKENS = 1 << 15
+"""Feature tokens of one pass of a module, unless a worker's settings say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +43,17 @@ class PolicySamples:
     def num_rows(self) -> int:
         return len(self.latent)
 
+    def passes(self, max_tokens: int) -> Iterator[PolicySamples]:
+        """These rows in parts of at most `max_tokens` tokens, without needless padding."""
+        for part in micro_batches(self.feature.lengths, max_tokens=max_tokens):
+            found = self
+            if len(part) < self.num_rows:
+                found = self.rows(torch.tensor(part, device=self.latent.device))
+            yield replace(found, feature=found.feature.trimmed())
+
     def rows(self, index: Tensor) -> PolicySamples:
-        mask = self.feature.mask
         return PolicySamples(
-            VLAFeature(
-                self.feature.kind,
-                self.feature.values[index],
-                None if mask is None else mask[index],
-            ),
+            self.feature.at(index),
             None if self.state is None else self.state[index],
             self.latent[index],
             self.rollout.rows(index),
@@ -63,16 +73,29 @@ class PolicyUpdate:
     grad_norm: float
     num_rows: int
     optimizer_steps: int
+    num_passes: int  # forward and backward passes of the module, of all epochs
     stopped_early: bool  # the divergence passed `target_kl`
     lr: float = 0.0
     step: int = 0
 
 
-Step = Callable[[Tensor], float]
-"""Goes down a loss; returns the norm of its gradient."""
+PolicyGradientSpec = PPOSpec | GRPOSpec | ReinforceSpec
 
 
-def loss_config(algorithm: AlgorithmSpec) -> PolicyLossConfig:
+class Descent(Protocol):
+    """How an update goes down its losses."""
+
+    def add(self, share: Tensor) -> None:
+        """Add the gradient of a part of the next step's loss."""
+
+    def step(self) -> float:
+        """Take the step; returns the norm of its gradient."""
+
+    def discard(self) -> None:
+        """Forget what was added: no step is taken."""
+
+
+def loss_config(algorithm: PolicyGradientSpec) -> PolicyLossConfig:
     """What the losses need of a spec."""
     if isinstance(algorithm, ReinforceSpec):
         return PolicyLossConfig(surrogate=False, entropy_weight=algorithm.entropy_weight)
@@ -99,10 +122,11 @@ def loss_config(algorithm: AlgorithmSpec) -> PolicyLossConfig:
 def run_policy_update(
     module: ActionModule,
     samples: PolicySamples,
-    algorithm: AlgorithmSpec,
+    algorithm: PolicyGradientSpec,
     *,
     generator: Generator,
-    step: Step,
+    descent: Descent,
+    max_tokens: int = MAX_TOKENS,
 ) -> PolicyUpdate:
     """All epochs of an update. A minibatch in which nothing is valid takes no step (PF-31)."""
     config = loss_config(algorithm)
@@ -112,7 +136,7 @@ def run_policy_update(
         target = algorithm.target_kl
     found: list[PolicyLoss] = []
     norms: list[float] = []
-    steps = 0
+    steps = num_passes = 0
     stopped = False
     for _ in range(epochs):
         if stopped:
@@ -123,27 +147,43 @@ def run_policy_update(
             part = samples.rows(index.to(samples.latent.device))
             if not bool(part.rollout.valid.any()):
                 continue
-            judged = module.evaluate(part.feature, part.state, part.latent)
-            loss = policy_loss(judged.log_prob, judged.entropy, judged.value, part.rollout, config)
-            found.append(loss)
-            if target is not None and float(loss.approx_kl) > target:
+            totals = Totals.of(part.rollout.valid)
+            shares: list[PolicyLoss] = []
+            for one in part.passes(max_tokens):
+                judged = module.evaluate(one.feature, one.state, one.latent)
+                share = policy_loss(
+                    judged.log_prob, judged.entropy, judged.value, one.rollout, config, totals
+                )
+                descent.add(share.total)
+                shares.append(share)
+            num_passes += len(shares)
+            found.append(sum_of(shares))
+            if target is not None and float(found[-1].approx_kl) > target:
+                descent.discard()
                 stopped = True
                 break
-            norms.append(step(loss.total))
+            norms.append(descent.step())
             steps += 1
     return PolicyUpdate(
-        loss=_mean([loss.total for loss in found]),
-        policy_loss=_mean([loss.policy for loss in found]),
-        value_loss=_mean([loss.value for loss in found]),
-        entropy=_mean([loss.entropy for loss in found]),
-        approx_kl=_mean([loss.approx_kl for loss in found]),
-        clip_fraction=_mean([loss.clip_fraction for loss in found]),
+        loss=mean_over([loss.total for loss in found]),
+        policy_loss=mean_over([loss.policy for loss in found]),
+        value_loss=mean_over([loss.value for loss in found]),
+        entropy=mean_over([loss.entropy for loss in found]),
+        approx_kl=mean_over([loss.approx_kl for loss in found]),
+        clip_fraction=mean_over([loss.clip_fraction for loss in found]),
         grad_norm=sum(norms) / len(norms) if norms else 0.0,
         num_rows=samples.num_rows,
         optimizer_steps=steps,
+        num_passes=num_passes,
         stopped_early=stopped,
     )
 
 
-def _mean(values: list[Tensor]) -> float:
+def sum_of(shares: list[PolicyLoss]) -> PolicyLoss:
+    """What a batch's parts say together, without gradients."""
+    each = [[getattr(one, field.name) for one in shares] for field in fields(PolicyLoss)]
+    return PolicyLoss(*(torch.stack([value.detach() for value in found]).sum() for found in each))
+
+
+def mean_over(values: list[Tensor]) -> float:
     return float(torch.stack([value.detach() for value in values]).mean()) if values else 0.0

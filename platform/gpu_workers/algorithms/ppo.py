@@ -47,8 +47,20 @@ class RolloutSamples:
 
 
 @dataclass(frozen=True)
+class Totals:
+    """What the means of a batch are over, where it is computed in parts."""
+
+    actions: Tensor  # valid ones, scalar
+    rows: Tensor  # with a valid one, scalar
+
+    @classmethod
+    def of(cls, valid: Tensor) -> Totals:
+        return cls(valid.sum(), valid.any(dim=1).sum())
+
+
+@dataclass(frozen=True)
 class PolicyLoss:
-    """A loss to differentiate, and what to watch. Scalars."""
+    """A loss to differentiate, and what to watch. Scalars; of a part, its share of the batch's."""
 
     total: Tensor
     policy: Tensor
@@ -64,11 +76,14 @@ def policy_loss(
     value: Tensor,
     samples: RolloutSamples,
     config: PolicyLossConfig,
+    totals: Totals | None = None,
 ) -> PolicyLoss:
     """PPO (Schulman et al. 2017, eq. 7 and 9), with dual clip (Ye et al. 2020, eq. 5).
 
-    log_prob, entropy (B, H) and value (B,) are the actor's, with gradients.
+    log_prob, entropy (B, H) and value (B,) are the actor's, with gradients. With the `totals` of a
+    whole batch the result is the share of these rows: shares add up to the batch's losses.
     """
+    totals = totals or Totals.of(samples.valid)
     valid, advantages = samples.valid, samples.advantages
     difference = torch.where(valid, log_prob - samples.log_prob, torch.zeros_like(log_prob))
     if config.chunk_ratio:
@@ -84,33 +99,42 @@ def policy_loss(
     else:
         each = -advantages * log_prob
         cut = torch.zeros_like(ratio)
-    policy = mean_of(each, valid)
-    spread = mean_of(entropy, valid)
+    policy = mean_of(each, valid, totals.actions)
+    spread = mean_of(entropy, valid, totals.actions)
     total = policy - config.entropy_weight * spread
     of_value = torch.zeros((), device=log_prob.device)
     if samples.returns is not None:
         of_value = value_loss(
-            value, samples.returns, samples.values, valid.any(dim=1), clip=config.value_clip
-        )
+            value, samples.returns, samples.values, valid.any(dim=1), clip=config.value_clip,
+            num_rows=totals.rows,
+        )  # fmt: skip
         total = total + config.value_weight * of_value
     with torch.no_grad():
-        kl = mean_of(torch.exp(difference) - 1 - difference, valid)
-    return PolicyLoss(total, policy, of_value, spread, kl, mean_of(cut, valid).detach())
+        kl = mean_of(torch.exp(difference) - 1 - difference, valid, totals.actions)
+        clipped_share = mean_of(cut, valid, totals.actions)
+    return PolicyLoss(total, policy, of_value, spread, kl, clipped_share)
 
 
 def value_loss(
-    value: Tensor, returns: Tensor, old: Tensor | None, valid: Tensor, *, clip: float | None
-) -> Tensor:
-    """Huber loss towards the returns; with `clip`, steps away from `old` earn nothing."""
+    value: Tensor, returns: Tensor, old: Tensor | None, valid: Tensor, *, clip: float | None,
+    num_rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Huber loss towards the returns; with `clip`, steps away from `old` earn nothing.
+
+    The mean over valid rows, or the share of a batch with `num_rows` of them.
+    """
     huber = torch.nn.functional.huber_loss
     each = huber(value, returns, reduction="none", delta=HUBER_DELTA)
     if clip is not None and old is not None:
         near = old + (value - old).clamp(-clip, clip)
         each = torch.maximum(each, huber(near, returns, reduction="none", delta=HUBER_DELTA))
-    return mean_of(each, valid)
+    return mean_of(each, valid, num_rows)
 
 
-def mean_of(each: Tensor, valid: Tensor) -> Tensor:
-    """Mean over what is valid; 0 where nothing is, also where the rest is not finite (PF-31)."""
+def mean_of(each: Tensor, valid: Tensor, total: Tensor | None = None) -> Tensor:
+    """Mean over what is valid; 0 where nothing is, also where the rest is not finite (PF-31).
+
+    With `total`, the number of valid ones in a whole batch, the share of this part of it.
+    """
     kept = torch.where(valid, each, torch.zeros_like(each))
-    return kept.sum() / valid.sum().clamp(min=1)
+    return kept.sum() / (valid.sum() if total is None else total).clamp(min=1)

@@ -23,6 +23,15 @@ class Samples:
     def num_rows(self) -> int:
         return len(self.actions)
 
+    def at(self, index: Tensor) -> Samples:
+        """The rows of `index`, (N,)."""
+        return Samples(
+            self.feature.at(index),
+            None if self.state is None else self.state[index],
+            self.actions[index],
+            self.valid[index],
+        )
+
     def rows(self, start: int, stop: int) -> Samples:
         return Samples(
             self.feature.rows(start, stop),

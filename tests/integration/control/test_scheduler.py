@@ -115,6 +115,107 @@ def test_the_actors_forward_comes_first_where_the_algorithm_asks(ledger: Ledger)
     assert state_of(ledger, job) == "needs_advantages"
 
 
+def start_scored(ledger: Ledger, policy: str, **changes: Any) -> TrainingJob:
+    """A run whose first rollout waits for its scores, 20 s at most."""
+    scored = {"scored_by": "", "score_within_ms": 20_000, "on_unscored": policy}
+    start(ledger, "r", **{"lifecycle": "rl_scored", **scored, **changes})
+    job = taken(reserve(ledger, "r"))
+    ledger.mark(job, JobState.NEEDS_SCORES, sample_count=8)
+    return job
+
+
+def test_scores_come_before_what_else_is_computed(ledger: Ledger):
+    job = start_scored(ledger, "drop", lifecycle="rl_scored_actor_forward")
+    assert ledger.due().stages == ((Stage.SCORES, ""),)
+    grading = taken(ledger.lease_stage(Stage.SCORES, "g", lease_s=LEASE_S))
+    ledger.mark(grading, JobState.NEEDS_ACTOR_FORWARD, scored=1)
+    forward = taken(ledger.lease_stage(Stage.ACTOR_FORWARD, "w", lease_s=1, base_model=BASE))
+    ledger.mark(forward, JobState.NEEDS_ADVANTAGES)
+    wait(ledger, 1000)  # its deadline was for the scores
+    ledger.due()
+    assert state_of(ledger, job) == "needs_advantages"
+    assert ledger.descriptor(job.job_id)["scored"] == "1"
+    assert "unscored" not in ledger.workload("r")
+
+
+def test_a_teacher_scores_on_workers_of_its_own_base_model(ledger: Ledger):
+    ledger.register_base_model("large", {})
+    start_scored(ledger, "drop", scored_by="large")
+    assert ledger.due().stages == ((Stage.SCORES, "large"),)
+    assert ledger.lease_stage(Stage.SCORES, "g", lease_s=LEASE_S) is None
+    assert ledger.lease_stage(Stage.SCORES, "w", lease_s=LEASE_S, base_model=BASE) is None
+    job = taken(ledger.lease_stage(Stage.SCORES, "w", lease_s=LEASE_S, base_model="large"))
+    ledger.release(job)
+    assert ledger.due().stages == ((Stage.SCORES, "large"),)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "state"),
+    [("keep_reward", "needs_advantages"), ("drop", "dropped"), ("fail", "failed")],
+)
+def test_late_scores_are_given_up_as_the_spec_says_and_counted(
+    ledger: Ledger, policy: str, state: str, is_held: bool
+):
+    job = start_scored(ledger, policy)
+    held = taken(ledger.lease_stage(Stage.SCORES, "g", lease_s=99)) if is_held else None
+    wait(ledger, 19)
+    ledger.due()
+    assert state_of(ledger, job) == ("computing_scores" if is_held else "needs_scores")
+    wait(ledger, 2)
+    ledger.due()
+    assert state_of(ledger, job) == state
+    assert ledger.workload("r")["unscored"] == "1"
+    assert ledger.client.hget("vla:usage:a", f"unscored:a/r:{policy}") == "1"
+    assert ledger.lease_stage(Stage.SCORES, "g", lease_s=LEASE_S) is None
+    if held is not None:
+        with pytest.raises(LeaseLostError):
+            ledger.mark(held, JobState.NEEDS_ADVANTAGES, scored=1)
+    assert (ledger.workload("r")["state"] == "failed") == (policy == "fail")
+    if policy == "keep_reward":
+        computing = taken(ledger.lease_stage(Stage.ADVANTAGES, "adv", lease_s=LEASE_S))
+        ledger.mark(computing, JobState.READY)
+        assert "scored" not in ledger.descriptor(job.job_id)
+    assert ledger.client.zcard("vla:deadlines") == 0
+
+
+def test_a_grader_that_says_it_cannot_or_kills_its_worker_is_given_up_pf09(ledger: Ledger):
+    job = start_scored(ledger, "keep_reward", max_in_flight=8)
+    held = taken(ledger.lease_stage(Stage.SCORES, "g", lease_s=LEASE_S))
+    ledger.unscored(held, "ValueError: no")
+    with pytest.raises(LeaseLostError):
+        ledger.unscored(held, "again")
+    assert state_of(ledger, job) == "needs_advantages"
+    other = taken(reserve(ledger, "r"))
+    ledger.mark(other, JobState.NEEDS_SCORES)
+    for _ in range(3):
+        taken(ledger.lease_stage(Stage.SCORES, "g", lease_s=1))
+        wait(ledger, 2)
+        ledger.due()
+    assert ledger.lease_stage(Stage.SCORES, "g", lease_s=1) is None
+    assert state_of(ledger, other) == "needs_advantages"
+    assert ledger.workload("r")["unscored"] == "2"
+    assert ledger.workload("r")["state"] == "running"
+
+
+def test_a_cancelled_run_leaves_no_deadline(ledger: Ledger):
+    start_scored(ledger, "fail")
+    ledger.cancel("r")
+    assert ledger.client.zcard("vla:deadlines") == 0
+    assert ledger.due().stages == ()
+
+
+def test_samples_of_a_dataset_are_never_stale(ledger: Ledger):
+    """Offline: no version acted, so neither staleness nor what is unpublished holds it up."""
+    start(ledger, "r", max_policy_staleness=-1, max_in_flight=2, harness="")
+    for step in (1, 2, 3):
+        make_ready(ledger, "r")
+        ledger.client.hset("vla:policy:a/r", "policy_version", 100 * step)
+        (job,) = lease(ledger)
+        ledger.complete(job, step=step, result={}, cost_s=1.0, samples=8)  # nothing is saved yet
+    assert list(ledger.steps("r")) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("lifecycle", list(Lifecycle))
 def test_only_the_tables_transitions_are_taken(ledger: Ledger, lifecycle: Lifecycle):
     """Every pair of states: what no table allows is an error and writes nothing."""
@@ -122,8 +223,8 @@ def test_only_the_tables_transitions_are_taken(ledger: Ledger, lifecycle: Lifecy
     start(ledger, "r", kind=kind, lifecycle=str(lifecycle))
     job = taken(reserve(ledger, "r"))
     marked = (
-        JobState.READY, JobState.NEEDS_ACTOR_FORWARD, JobState.NEEDS_ADVANTAGES,
-        JobState.RESERVED, JobState.COMPLETED,
+        JobState.READY, JobState.NEEDS_SCORES, JobState.NEEDS_ACTOR_FORWARD,
+        JobState.NEEDS_ADVANTAGES, JobState.RESERVED, JobState.COMPLETED,
     )  # fmt: skip
     for before, after in JOB_TRANSITIONS[lifecycle].items():
         for target in marked:
@@ -368,6 +469,39 @@ def test_a_restored_run_goes_on_and_refuses_every_write_from_before(ledger: Ledg
     assert leased.slot_fence > old.slot_fence
     complete(ledger, leased, step=4)
     assert ledger.client.hget("vla:policy:a/s", "policy_version") == "4"
+
+
+def test_a_restored_run_keeps_its_staleness_budget_pf29(ledger: Ledger):
+    """Restored at version 500: what is sampled next is of 500, and no more than the bound ahead."""
+    start(ledger, "r", steps=600, max_in_flight=8, max_policy_staleness=2)
+    fields = ledger.workload("r")
+    ledger.client.flushdb()
+    ledger.register_base_model(BASE, {})
+    ledger.restore("r", {
+        **{name: fields[name] for name in (
+            "tenant", "policy", "policy_key", "kind", "lifecycle", "base_model", "target",
+            "schema_signature", "spec_digest", "priority", "max_in_flight", "harness",
+            "max_policy_staleness", "total_positions", "total_steps", "created", "base_version",
+        )},
+        "state": "pending", "prepared": 1, "position": 507, "step": 500, "policy_version": 500,
+        "published_version": 500,
+    })  # fmt: skip
+    assert ledger.admit("r", max_running=9) == "running"
+    for step in range(501, 505):
+        while not isinstance(reserve(ledger, "r"), str):
+            pass
+        waiting = ledger.client.zrange("vla:w:r:jobs", 0, -1)
+        for job_id in sorted(waiting, key=lambda name: int(name.split("-")[1])):
+            job = TrainingJob.from_hash(ledger.descriptor(job_id))
+            if job.state == "reserved":
+                ledger.mark(job, JobState.NEEDS_ADVANTAGES)
+                computing = taken(ledger.lease_stage(Stage.ADVANTAGES, "a", lease_s=9))
+                ledger.mark(computing, JobState.READY)
+        (leased,) = lease(ledger)
+        assert leased.behavior_policy_version >= 500
+        assert step - 1 - leased.behavior_policy_version <= 2
+        complete(ledger, leased, step=step)
+    assert ledger.workload("r").get("dropped") is None
 
 
 def test_an_rl_step_that_nobody_saved_is_taken_back_once_its_worker_is_gone(ledger: Ledger):

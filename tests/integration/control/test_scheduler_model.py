@@ -23,7 +23,9 @@ from vla_platform.errors import LeaseLostError, LedgerError
 BASE = "tiny"
 LEASE_S = 100.0  # no sum of the time jumps below
 LIMITS = ReserveLimits(tenant_rollouts=1, rollouts=2, share_window_s=1e9)
-NAMES = ("sft-low", "sft-high", "rl-one", "rl-two", "rl-twin")
+DEADLINE_S = 110.0  # neither
+NAMES = ("sft-low", "sft-high", "rl-one", "rl-two", "rl-twin", "rl-graded", "rl-picky")
+SCORED = {"rl-graded": "keep_reward", "rl-picky": "drop"}
 WORKERS = ("w1", "w2")
 MOST_ATTEMPTS = 3
 
@@ -39,6 +41,7 @@ class Job:
     fence: int = 1
     attempt: int = 0
     ready_seq: int = 0
+    deadline: float = 0.0  # for its scores
     owner: str = ""
     rolling: bool = True  # takes a place among the active rollouts
 
@@ -131,18 +134,35 @@ class Model:
     def rank(self, job: Job, seq: int) -> tuple[int, int]:
         return (-(2 * job.run.priority + (job.run.kind == "rl")), seq)
 
-    def lease_stage(self) -> Job | None:
+    def give_up(self, job: Job) -> None:
+        if SCORED[job.run.name] == "drop":
+            self.drop(job)
+            return
+        job.fence += 1
+        job.state, job.attempt, job.owner = "needs_advantages", 0, ""
+
+    def drop(self, job: Job) -> None:
+        del job.run.jobs[job.position]
+        job.run.gone.add(job.position)
+        if job.position == job.run.position:
+            job.run.gone.remove(job.position)
+            job.run.advance()
+
+    def lease_stage(self, stage: str) -> Job | None:
         waiting = [job for run in self.runs.values() for job in run.jobs.values()]
-        waiting = [job for job in waiting if job.state == "needs_advantages"]
+        waiting = [job for job in waiting if job.state == f"needs_{stage}"]
         for job in sorted(waiting, key=lambda job: self.rank(job, job.created_seq)):
             if job.position not in job.run.jobs:
                 continue  # its run was set aside just now
             job.attempt += 1
             if job.attempt > MOST_ATTEMPTS:
-                job.run.fail()
+                if stage == "scores":
+                    self.give_up(job)
+                else:
+                    job.run.fail()
                 continue
             job.fence += 1
-            job.state, job.expires, job.owner = "computing_advantages", self.now + LEASE_S, "adv"
+            job.state, job.expires, job.owner = f"computing_{stage}", self.now + LEASE_S, "adv"
             return job
         return None
 
@@ -186,7 +206,22 @@ class Model:
                 if job.owner and job.expires < self.now:
                     job.fence += 1
                     job.owner = ""
-                    job.state = "ready" if job.state == "leased" else "needs_advantages"
+                    job.state = "ready" if job.state == "leased" else needed(job.state)
+        for run in self.runs.values():
+            for job in list(run.jobs.values()):
+                if job.state.endswith("_scores") and job.deadline < self.now:
+                    self.give_up(job)
+
+
+def needed(state: str) -> str:
+    return state.replace("computing_", "needs_")
+
+
+def state_after(lease: TrainingJob) -> JobState:
+    """Where a stage or a reservation goes on."""
+    if lease.state == "reserved" and lease.task_type == "rl":
+        return JobState.NEEDS_SCORES if lease.workload in SCORED else JobState.NEEDS_ADVANTAGES
+    return JobState.NEEDS_ADVANTAGES if lease.state == "computing_scores" else JobState.READY
 
 
 class SchedulerAgainstModel(RuleBasedStateMachine):
@@ -211,6 +246,10 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
                 "max_policy_staleness": 100, "harness": "h",
                 "target": "steps" if kind == "rl" else "positions",
             }  # fmt: skip
+            if name in SCORED:
+                fields |= {"lifecycle": "rl_scored", "scored_by": "",
+                           "score_within_ms": int(1000 * DEADLINE_S),
+                           "on_unscored": SCORED[name]}  # fmt: skip
             self.ledger.submit(name, fields, max_pending=99)
             self.ledger.prepared(name, total_positions=run.total, total_steps=run.total)
             assert self.ledger.admit(name, max_running=99) == "running"
@@ -224,10 +263,10 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
         else:
             self._hold(found, expected)
 
-    @rule()
-    def lease_stage(self) -> None:
-        expected = self.model.lease_stage()
-        found = self.ledger.lease_stage(Stage.ADVANTAGES, "adv", lease_s=LEASE_S)
+    @rule(stage=st.sampled_from([Stage.SCORES, Stage.ADVANTAGES]))
+    def lease_stage(self, stage: Stage) -> None:
+        expected = self.model.lease_stage(str(stage))
+        found = self.ledger.lease_stage(stage, "adv", lease_s=LEASE_S)
         if expected is None:
             assert found is None
         else:
@@ -251,15 +290,17 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
         if lease.state == "leased":
             self._complete(lease, job, ours=ours and job.state == "leased")
             return
-        state = JobState.READY
-        if lease.state == "reserved" and lease.task_type == "rl":
-            state = JobState.NEEDS_ADVANTAGES
         if not (ours and job.state == lease.state):
             with pytest.raises(LedgerError):
-                self.ledger.mark(lease, state)
+                self.ledger.mark(lease, state_after(lease))
             return
+        self._mark(lease, job)
+
+    def _mark(self, lease: TrainingJob, job: Job) -> None:
+        state = state_after(lease)
         self.ledger.mark(lease, state)
         job.state, job.attempt, job.owner = str(state), 0, ""
+        job.deadline = self.model.now + DEADLINE_S
         if state is JobState.READY:
             self.model.ready += 1
             job.ready_seq = self.model.ready
@@ -288,11 +329,19 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
                 self.ledger.drop(lease, DropReason.ZERO_ADVANTAGE)
             return
         self.ledger.drop(lease, DropReason.ZERO_ADVANTAGE)
-        del job.run.jobs[job.position]
-        job.run.gone.add(job.position)
-        if job.position == job.run.position:
-            job.run.gone.remove(job.position)
-            job.run.advance()
+        self.model.drop(job)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def unscored(self, data: st.DataObject) -> None:
+        lease, job, fence = data.draw(st.sampled_from(self.held))
+        ours = job.run.state == "running" and job.run.jobs.get(job.position) is job
+        if not ours or job.fence != fence or job.state != "computing_scores":
+            with pytest.raises(LeaseLostError):
+                self.ledger.unscored(lease, "it cannot")
+            return
+        self.ledger.unscored(lease, "it cannot")
+        self.model.give_up(job)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -309,7 +358,7 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
             job.state = "ready"
             job.run.attempts[job.position] -= 1
         else:
-            job.state, job.attempt = "needs_advantages", job.attempt - 1
+            job.state, job.attempt = needed(job.state), job.attempt - 1
 
     @rule(worker=st.sampled_from(WORKERS), keeps=st.booleans())
     def heartbeat(self, worker: str, keeps: bool) -> None:
@@ -376,11 +425,12 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
             for lease, job, fence in list(self.held):
                 if job.fence == fence and lease.state == "reserved" == job.state:
                     self._mark_as_held(lease, job)
-            while (before := len(self.held)) is not None:
-                self.lease_stage()
-                if len(self.held) == before:
-                    break
-                self._mark_as_held(*self.held[-1][:2])
+            for stage in (Stage.SCORES, Stage.ADVANTAGES):
+                while (before := len(self.held)) is not None:
+                    self.lease_stage(stage)
+                    if len(self.held) == before:
+                        break
+                    self._mark_as_held(*self.held[-1][:2])
             self.lease_group("w1", 4)
             for lease, job, fence in list(self.held):
                 if job.fence == fence and lease.state == "leased" == job.state:
@@ -392,15 +442,8 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
         assert len(set(self.completed)) == len(self.completed)
 
     def _mark_as_held(self, lease: TrainingJob, job: Job) -> None:
-        state = JobState.READY
-        if lease.state == "reserved" and lease.task_type == "rl":
-            state = JobState.NEEDS_ADVANTAGES
         with contextlib.suppress(LedgerError):
-            self.ledger.mark(lease, state)
-            job.state, job.attempt, job.owner = str(state), 0, ""
-            if state is JobState.READY:
-                self.model.ready += 1
-                job.ready_seq = self.model.ready
+            self._mark(lease, job)
 
     def _hold(self, found: Any, expected: Job) -> None:
         assert isinstance(found, TrainingJob)

@@ -80,7 +80,7 @@ class Faulty(Environment):
             return (1, 2, 3)
         truncated = self._steps >= options.length
         reward: Any = 0.1
-        if due and options.fault == "reward":
+        if due and self._fails("reward"):
             reward = True if options.reward is None else options.reward
         observation = self._observe()
         if due and options.fault == "shape":

@@ -171,6 +171,30 @@ def test_f49_a_failing_environment_costs_its_episode_only(
         assert rows["is_transition"][rows["episode"] == episode.episode].any()
 
 
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("raise", "raised"), ("reward", "bad_output"), ("raise_reset", "raised")]
+)
+def test_one_failing_environment_of_64_costs_one_episode_pf32_b39_f46(
+    make_host: MakeHost, tmp_path: Path, fault: str, reason: str
+) -> None:
+    """63 go on as they are, the failed one is played anew from the same start, the reason is told;
+    a reward that is no number is never averaged in."""
+    options = {"fault": fault, "at": 3, "length": 6, "once": str(tmp_path / "failed")}
+    asked = config(env_options=options, whole_episodes=True, group_size=8)
+    told: list[dict[str, Any]] = []
+    report, rows = play(
+        make_host(max_sessions=64, max_per_tenant=64), asked, num_envs=64, horizon=6,
+        emit=lambda kind, values: told.append(values),
+    )  # fmt: skip
+    assert report.dropped == {reason: 1}
+    assert told[-1]["dropped_for"] == {reason: 1}
+    assert sorted(one.env for one in report.episodes) == list(range(64))
+    assert [one.group for one in report.episodes] == [at // 8 for at in range(64)]
+    assert len({one.seed for one in report.episodes}) == 8
+    assert {one.num_steps for one in report.episodes} == {6}
+    assert np.isfinite(rows["rewards"]).all()
+
+
 def test_f50_rebuilds_end_and_then_the_job_fails_by_name(make_host: MakeHost) -> None:
     host = make_host(max_rebuilds=2)
     with pytest.raises(SimulatorError) as caught:

@@ -1,0 +1,50 @@
+"""Teachers of on-policy distillation, loaded by reference as inference loads what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from vla_platform.control.services import Services
+from vla_platform.gpu_workers.action_modules.base import ActionModule
+from vla_platform.gpu_workers.backbone import Backbone
+from vla_platform.gpu_workers.module_source import PlatformModuleSource
+from vla_platform.gpu_workers.module_versions import ModuleVersions
+from vla_platform.gpu_workers.weights import WeightStore
+from vla_platform.specs import TeacherSpec
+
+LOAD_S = 120.0
+
+
+class Teachers:
+    """Those of one base model; idle ones are evicted as inference evicts its own."""
+
+    def __init__(self, services: Services, backbone: Backbone) -> None:
+        settings = services.settings
+        self._versions = ModuleVersions(
+            PlatformModuleSource(
+                services, WeightStore(services.objects, signing_key=services.signing_key)
+            ),
+            base_digest=backbone.digest,
+            feature_dim=backbone.hidden_dim,
+            device=backbone.device,
+            device_bytes=settings.module_device_bytes,
+            host_bytes=settings.module_host_bytes,
+        )
+
+    @contextmanager
+    def get(self, tenant: str, teacher: TeacherSpec) -> Iterator[ActionModule]:
+        """Raises `NotFoundError` where that version is gone, `ModuleLoadError`."""
+        key = f"{tenant}/{teacher.policy}"
+        found = self._versions.acquire(key, teacher.version)
+        while isinstance(found, Future):
+            found.result(LOAD_S)
+            found = self._versions.acquire(key, teacher.version)
+        try:
+            yield found.module
+        finally:
+            self._versions.release(found)
+
+    def close(self) -> None:
+        self._versions.close()
