@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -113,6 +114,9 @@ class EnvironmentHost:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
+    def sessions_by_tenant(self) -> dict[str, int]:
+        return dict(Counter(one.tenant for one in list(self._sessions.values())))
+
     @property
     def worn_out(self) -> str | None:
         """Why this process should be replaced once its sessions have ended, if it should."""
@@ -135,7 +139,7 @@ class EnvironmentHost:
         (this host is full) or `SimulatorError`.
         """
         check_request(request)
-        mine = sum(one.tenant == tenant for one in self._sessions.values())
+        mine = self.sessions_by_tenant().get(tenant, 0)
         if mine >= self.limits.max_per_tenant:
             raise QuotaError(
                 f"{tenant} has {mine} sessions on this host, as many as it may; close one first",
