@@ -17,7 +17,7 @@ from vla_platform.metrics.events import Event
 from vla_storage.errors import CodedError
 
 
-@shared_task(name="evaluation.evaluate", bind=True, ignore_result=False)
+@shared_task(name="evaluation.evaluate", bind=True, max_retries=None, ignore_result=False)
 def run(self: Task, **asked: Any) -> dict[str, Any]:
     """`play`, once at a time: what outlasts the broker's patience comes again while it runs, and is
     sent on until that one has ended, or its worker has."""
@@ -28,7 +28,7 @@ def run(self: Task, **asked: Any) -> dict[str, Any]:
         return {}
     with alone(found.ledger, f"{tenant}/evaluations/{evaluation_id}", lease_s=lease_s) as mine:
         if not mine:
-            raise self.retry(countdown=lease_s, max_retries=None)
+            raise self.retry(countdown=lease_s)
         return play(**asked)
 
 
