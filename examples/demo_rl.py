@@ -38,8 +38,8 @@ LEARNING: dict[str, dict[str, Any]] = {
     "ppo-lab": {
         "rollout": {"num_envs": 64, "horizon": 4},
         "algorithm": {"kind": "ppo", "epochs": 4, "minibatches": 4, "gamma": 0.9},
-        "optimizer": {"lr": 1.5e-4, "schedule": {"kind": "linear", "min_lr": 3e-5}},
-        "updates": 40,
+        "optimizer": {"lr": 2e-4, "schedule": {"kind": "linear", "min_lr": 4e-5}},
+        "updates": 50,
     },
     "grpo-lab": {
         "rollout": {"num_envs": 128, "horizon": 4, "group_size": 8, "whole_episodes": True},
