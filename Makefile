@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ENV    := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 
-.PHONY: help env demo test test-all lint bench clean
+.PHONY: help env demo demo-full test test-all lint bench clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -14,6 +14,9 @@ $(VENV)/.ready: pyproject.toml constraints/cpu.txt deploy/bootstrap.py
 
 demo: env        ## four tenants on one backbone, two learn by reward; a report in var/demo
 	@$(ENV) $(BIN)/python examples/demo.py $(ARGS)
+
+demo-full: env   ## PPO in a real simulator, PushCube-v1 (installs ManiSkill, 2 GB); var/demo-full
+	@$(ENV) $(BIN)/python examples/demo_full.py $(ARGS)
 
 test: env        ## lint, types and the tests (starts the services they need)
 	@$(MAKE) --no-print-directory lint

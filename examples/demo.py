@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import demo_rl
+import learning
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
@@ -35,6 +36,7 @@ from vla_storage.checkpoints import CheckpointStore
 
 console = Console(highlight=False)
 EPISODES = 200
+TIMEOUT_S = 900.0
 
 
 def datasets(folder: Path, g1: Path | None) -> tuple[list[Path], str]:
@@ -123,7 +125,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     out.mkdir(parents=True)
     roots, first = datasets(stack / "datasets", arguments.g1)
-    learners = () if arguments.no_rl else tuple(demo_rl.LEARNING)
+    learners = () if arguments.no_rl else tuple(demo_rl.LESSONS)
     roles = ROLES
     if learners:
         demo_rl.make_dataset(stack / "datasets")
@@ -170,13 +172,15 @@ def run_demo(
             for run in runs.values():
                 begun(run)
             with ThreadPoolExecutor() as pool:
-                learning = {
-                    tenant: pool.submit(demo_rl.learn, admin, platforms[tenant], begun)
+                lessons = {
+                    tenant: pool.submit(
+                        learning.learn, admin, platforms[tenant], demo_rl.LESSONS[tenant], begun
+                    )
                     for tenant in learners
                 }
                 for run in runs.values():
-                    run.result(timeout_s=demo_rl.TIMEOUT_S)
-                learned = {tenant: one.result() for tenant, one in learning.items()}
+                    run.result(timeout_s=TIMEOUT_S)
+                learned = {tenant: one.result() for tenant, one in lessons.items()}
         report: dict[str, Any] = {"tenants": {}}
         reports, all_events = [], []
         key = admin.info.signing_key_file.read_bytes().strip()
@@ -202,7 +206,7 @@ def run_demo(
             )
         for tenant, one in learned.items():
             all_events += one.tuning.metrics()
-            reports.append(demo_rl.report_of(admin, platforms[tenant], one))
+            reports.append(learning.report_of(admin, platforms[tenant], one))
             report["tenants"][tenant] = dict(reports[-1].summary)
         report |= totals(all_events) | {"seconds": round(time.monotonic() - started, 1)}
         for platform in platforms.values():

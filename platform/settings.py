@@ -77,7 +77,9 @@ class Settings(BaseModel):
     env_processes: int = Field(2, ge=1, description="child processes for `shared` isolation")
     env_memory_bytes: int = Field(6 << 30, ge=1 << 28, description="of a host, or of a child")
     max_sessions: int = Field(64, ge=1, description="sessions of one host")
-    max_sessions_per_tenant: int = Field(32, ge=1, description="on one host")
+    max_sessions_per_tenant: int = Field(
+        32, ge=1, description="on one host; of remote ones, on all hosts of a harness"
+    )
     session_lease_s: float = Field(120.0, gt=0.0, description="a silent session is closed")
     external_hosts: str = Field(
         "", description="host[:port] names that `external` environments may connect to, by comma"

@@ -7,11 +7,11 @@ between are added to it, so that two that come at once go to two hosts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from vla_platform.errors import ConfigurationError, UnavailableError
+from vla_platform.errors import ConfigurationError, QuotaError, UnavailableError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,8 @@ class HostState:
     capacity: int  # instances at most
     in_flight: int
     accepting: bool  # false: it is worn and ends with its last session
-    version: int = 1
+    tenants: Mapping[str, int] = field(default_factory=dict)  # whose they are; told, not read back
+    version: int = 2
 
 
 class HostTable:
@@ -39,21 +40,30 @@ class HostTable:
             args=[
                 "announce", state.host_id, state.harness, state.capacity, state.in_flight,
                 self._ttl_ms, int(state.accepting),
+                *(part for pair in state.tenants.items() for part in pair),
             ]
         )  # fmt: skip
 
-    def assign(self, harness: str, *, instances: int = 1) -> str:
+    def assign(self, harness: str, *, instances: int = 1, tenant: str = "", limit: int = 0) -> str:
         """The host with the fewest instances in flight, now with `instances` more.
 
-        Raises `UnavailableError` where none lives that has room.
+        With a `tenant`, at most `limit` instances are its own, over all hosts of the harness:
+        `QuotaError`. Raises `UnavailableError` where none lives that has room.
         """
-        found = self._script(args=["assign", harness, instances])
-        if not found:
+        found, *more = self._script(args=["assign", harness, instances, tenant, limit])
+        if _text(found) == "quota":
+            raise QuotaError(
+                f"{tenant} has {more[0]} sessions of {harness}, of {limit} that it may have; "
+                "close one first",
+                tenant=tenant,
+                limit=limit,
+            )
+        if _text(found) == "full":
             raise UnavailableError(
                 f"no host for {harness} has room for {instances} more; try again later",
                 harness=harness,
             )
-        return found.decode() if isinstance(found, bytes) else str(found)
+        return _text(more[0])
 
     def withdraw(self, state: HostState) -> None:
         """The host ends."""

@@ -22,11 +22,14 @@ def open_environment(services: Services, tenant: str, text: str) -> dict[str, st
     """Where the tenant's session is; the environment is made meanwhile, and its first answer waits
     under the session's name.
 
-    Raises `SpecError` for what no host should see, `UnavailableError` where no host has room.
+    Raises `SpecError` for what no host should see, `QuotaError` where the tenant has as many as it
+    may, `UnavailableError` where no host has room.
     """
     request = _parse(text)
     harness, _, _ = check_request(request)
-    host_id = HostTable(services.ledger.client).assign(harness.name)
+    host_id = HostTable(services.ledger.client).assign(
+        harness.name, tenant=tenant, limit=services.settings.max_sessions_per_tenant
+    )
     session = secrets.token_hex(8)
     message = {"tenant": tenant, "session": session, "request": request}
     try:

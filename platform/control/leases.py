@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,9 +32,14 @@ class Keeper:
 
 @contextmanager
 def kept_alive(
-    ledger: Ledger, job: TrainingJob, *, lease_s: float, producing: bool = False
+    ledger: Ledger,
+    job: TrainingJob,
+    *,
+    lease_s: float,
+    producing: bool = False,
+    by: str = "somebody",
 ) -> Iterator[Keeper]:
-    """Renew the job's lease from a thread; with `producing`, also that its run has a producer."""
+    """Renew the job's lease from a thread; with `producing`, also that `by` is at its run."""
     keeper, over = Keeper(), threading.Event()
 
     def renew() -> None:
@@ -41,7 +47,7 @@ def kept_alive(
             try:
                 ledger.renew(job, lease_s=lease_s, progress=keeper.progress)
                 if producing:
-                    ledger.producing(job.workload, for_s=lease_s)
+                    ledger.producing(job.workload, for_s=lease_s, by=by)
             except LeaseLostError as error:
                 keeper.lost = error
                 return
@@ -78,3 +84,28 @@ def announced(ledger: Ledger, run: str, *, for_s: float) -> Iterator[None]:
     finally:
         over.set()
         thread.join(5)
+
+
+@contextmanager
+def alone(ledger: Ledger, work: str, *, lease_s: float) -> Iterator[bool]:
+    """Whether nobody else is at this work; if so, nobody else will be until this ends."""
+    by, over = secrets.token_hex(8), threading.Event()
+    if not ledger.producing(work, for_s=lease_s, by=by):
+        yield False
+        return
+
+    def renew() -> None:
+        while not over.wait(lease_s / 4):
+            try:
+                ledger.producing(work, for_s=lease_s, by=by)
+            except CodedError as error:
+                _log.warning("action=renewal_failed work=%s reason=%s", work, error)
+
+    thread = threading.Thread(target=renew, name="alone", daemon=True)
+    thread.start()
+    try:
+        yield True
+    finally:
+        over.set()
+        thread.join(5)
+        ledger.producing(work, for_s=0, by=by)

@@ -305,13 +305,22 @@ class Ledger:
         with _answers():
             return self._redis.blpop([key], timeout=timeout_s) is not None
 
-    def producing(self, workload: str, *, for_s: float) -> None:
-        """Tell the reconciler that somebody produces for this workload; 0 ends it."""
+    def producing(self, workload: str, *, for_s: float, by: str = "somebody") -> bool:
+        """Tell the reconciler that `by` produces for this workload; 0 ends it.
+
+        False where another does: a message that came twice has nothing to do.
+        """
+        key = f"vla:producing:{workload}"
         with _answers():
+            if for_s and self._redis.set(key, by, px=_ms(for_s), nx=True):
+                return True
+            if self._redis.get(key) != by:
+                return False
             if for_s:
-                self._redis.set(f"vla:producing:{workload}", 1, px=_ms(for_s))
+                self._redis.pexpire(key, _ms(for_s))
             else:
-                self._redis.delete(f"vla:producing:{workload}")
+                self._redis.delete(key)
+            return True
 
     def preparing(self, workload: str, *, for_s: float) -> None:
         """Tell the reconciler that somebody opens and measures this workload's data."""

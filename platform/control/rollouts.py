@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -61,24 +62,30 @@ class Rollout:
 
 
 def produce(services: Services, tenant: str, run: str, play: Play) -> int:
-    """Roll out what may be reserved, for one slice; returns how many jobs went on."""
-    produced = 0
+    """Roll out what may be reserved, for one slice; returns how many jobs went on.
+
+    One at a time for each run: a rollout that outlasts the broker's patience has its message come
+    again, and whoever gets it would wait, and send itself on, for as long as the run lasts.
+    """
+    produced, by = 0, secrets.token_hex(8)
     settings, ledger = services.settings, services.ledger
     end = time.monotonic() + settings.slice_s
     try:
         while time.monotonic() < end:
-            ledger.producing(run, for_s=settings.lease_s)
+            if not ledger.producing(run, for_s=settings.lease_s, by=by):
+                return produced
             asked_s = time.time()
             job = ledger.reserve(run, lease_s=settings.lease_s, limits=settings.reserve_limits())
             if isinstance(job, TrainingJob):
                 work.over("reserve", job, asked_s, time.time())
                 with work.on_job("rollout", job):
-                    _roll_out(services, job, play)
+                    _roll_out(services, job, play, by)
                 produced += 1
             elif job in PASSING_WAITS:
                 ledger.wait_for_room(run, timeout_s=0.5)
             else:
                 return produced
+        ledger.producing(run, for_s=0, by=by)  # before whoever comes next looks
         dispatch.produce(ledger.workload(run))
     except LeaseLostError:
         pass  # cancelled, sent back or taken over: the ledger knows who goes on
@@ -87,15 +94,15 @@ def produce(services: Services, tenant: str, run: str, play: Play) -> int:
             raise  # the reconciler sends this again
         ledger.fail(run, error.to_dict())
     finally:
-        ledger.producing(run, for_s=0)
+        ledger.producing(run, for_s=0, by=by)
     return produced
 
 
-def _roll_out(services: Services, job: TrainingJob, play: Play) -> None:
+def _roll_out(services: Services, job: TrainingJob, play: Play, by: str) -> None:
     spec = load_rl_spec(services, job.tenant_id, job.workload)
     schema = load_prepared(services, job.tenant_id, job.workload).schema
     lease_s = services.settings.lease_s
-    with kept_alive(services.ledger, job, lease_s=lease_s, producing=True) as keeper:
+    with kept_alive(services.ledger, job, lease_s=lease_s, producing=True, by=by) as keeper:
         report = play(
             Rollout(spec, schema, job), lambda done, of: keeper.check(f"{done} of {of} decisions")
         )

@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from vla_platform.envs.base import EnvironmentInfo, Observation
 from vla_platform.envs.batches import Batch, BlockingBatch
 from vla_platform.envs.failures import Failure
 from vla_platform.envs.harnesses import check_request
+from vla_platform.envs.parking import Parking
 from vla_platform.envs.processes import ChildProcess, ProcessRunner, resident_bytes
 from vla_platform.envs.runners import Call, Op, Runner, SessionThread
 from vla_platform.envs.sessions import EnvironmentRequest, Outcome
@@ -60,6 +62,8 @@ class HostLimits:
     max_rebuilds: int = 3  # per session, after failures
     memory_bytes: int = 4 << 30  # of a child process, or of the host; recycled above
     processes: int = 2  # children for `shared`
+    parked_s: float = 60.0  # how long what was slow to make waits for its next use
+    slow_s: float = 0.05  # to make: less is made anew each time
 
 
 @dataclass
@@ -72,6 +76,7 @@ class _Hosted:
     isolation: Isolation
     runner: Runner
     info: EnvironmentInfo | None = None
+    made_in_s: float = 0.0
     rebuilds: int = 0
     recycled: int = 0
     broken: SimulatorError | None = None
@@ -98,6 +103,7 @@ class EnvironmentHost:
         self.limits = limits or HostLimits()
         self._plugins = tuple(plugins)
         self._sessions: dict[str, _Hosted] = {}
+        self._parking: Parking[_Hosted] = Parking(self.limits.parked_s)
         self._shared: list[ChildProcess] = []
         self._lost_threads = 0  # abandoned in a call that never returned
         self._loop = asyncio.new_event_loop()
@@ -112,6 +118,9 @@ class EnvironmentHost:
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)
+
+    def sessions_by_tenant(self) -> dict[str, int]:
+        return dict(Counter(one.tenant for one in list(self._sessions.values())))
 
     @property
     def worn_out(self) -> str | None:
@@ -128,14 +137,16 @@ class EnvironmentHost:
         request: EnvironmentRequest,
         *,
         isolation: Isolation = Isolation.THREAD,
+        reuse: bool = False,
     ) -> tuple[str, EnvironmentInfo]:
-        """A new session: its id, and what a policy must know.
+        """A new session: its id, and what a policy must know. With `reuse`, of an environment that
+        the tenant parked, where there is one.
 
         Raises `SpecError`, `QuotaError` (the tenant has as many as it may), `UnavailableError`
         (this host is full) or `SimulatorError`.
         """
         check_request(request)
-        mine = sum(one.tenant == tenant for one in self._sessions.values())
+        mine = self.sessions_by_tenant().get(tenant, 0)
         if mine >= self.limits.max_per_tenant:
             raise QuotaError(
                 f"{tenant} has {mine} sessions on this host, as many as it may; close one first",
@@ -144,6 +155,12 @@ class EnvironmentHost:
             )
         if len(self._sessions) >= self.limits.max_sessions:
             raise UnavailableError(f"this host carries {len(self._sessions)} sessions; try again")
+        parked = self._parking.take((tenant, request, isolation)) if reuse else None
+        if parked is not None and parked.info is not None and parked.runner.usable:
+            parked.id, parked.last_used = secrets.token_hex(8), time.monotonic()
+            self._sessions[parked.id] = parked
+            return parked.id, parked.info
+        begun = time.monotonic()
         one = _Hosted(
             id=secrets.token_hex(8),
             tenant=tenant,
@@ -153,6 +170,10 @@ class EnvironmentHost:
         )
         self._sessions[one.id] = one
         try:
+            if len(self._sessions) + len(self._parking) > self.limits.max_sessions:
+                parked = parked or self._parking.oldest()
+            if parked is not None:  # it makes room, or cannot be used any more
+                await self._end(parked)
             (info,) = await self._run_calls([_Asked(one, Op.OPEN, {"request": request})])
             if isinstance(info, CodedError):
                 raise info
@@ -160,7 +181,7 @@ class EnvironmentHost:
             self._sessions.pop(one.id, None)
             one.runner.abandon()
             raise
-        one.info = info
+        one.info, one.made_in_s = info, time.monotonic() - begun
         return one.id, info
 
     async def reset(
@@ -239,6 +260,20 @@ class EnvironmentHost:
         one = self._of(tenant, session)
         self._sessions.pop(session, None)
         await self._end(one)
+
+    async def park(self, tenant: str, session: str) -> None:
+        """Ends the session, but keeps an environment that was slow to make for the tenant's next
+        one that asks for the same: `reset` begins as in a new one."""
+        one = self._of(tenant, session)
+        slow = one.made_in_s >= self.limits.slow_s and not one.request.env_id.startswith(
+            "external/"
+        )
+        if one.broken is not None or not slow or one.runner.memory_bytes > self.limits.memory_bytes:
+            await self.close(tenant, session)
+            return
+        self._sessions.pop(session, None)
+        one.rebuilds = 0
+        self._parking.put((tenant, one.request, one.isolation), one, time.monotonic())
 
     def keep(self, tenant: str, session: str) -> None:
         """Renew the lease: the client lives."""
@@ -380,7 +415,7 @@ class EnvironmentHost:
 
     def _children(self) -> list[ChildProcess]:
         """The process of each session that has one."""
-        runners = [one.runner for one in self._sessions.values()]
+        runners = [one.runner for one in (*self._sessions.values(), *self._parking.things)]
         return [runner.child for runner in runners if isinstance(runner, ProcessRunner)]
 
     def _deadline_s(self, op: Op) -> float:
@@ -395,12 +430,15 @@ class EnvironmentHost:
 
     async def _end_all(self) -> None:
         ending, self._sessions = list(self._sessions.values()), {}
+        ending += self._parking.clear()
         await asyncio.gather(*(self._end(one) for one in ending))
 
     async def _watch(self) -> None:
         """Close what nobody uses; end processes that grow without bounds within an episode."""
         while True:
             await asyncio.sleep(min(1.0, self.limits.lease_s / 4))
+            expired = self._parking.expired(time.monotonic())
+            await asyncio.gather(*(self._end(one) for one in expired))
             end = time.monotonic() - self.limits.lease_s
             for one in list(self._sessions.values()):
                 if one.last_used < end and not one.busy.locked():

@@ -140,6 +140,10 @@ class ProcessRunner(Runner):
     def memory_bytes(self) -> int:
         return self.child.memory_bytes if self._alone else 0
 
+    @property
+    def usable(self) -> bool:
+        return self.child.alive and not self.child.worn
+
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process from /proc; 0 where there is none."""

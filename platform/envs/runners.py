@@ -67,6 +67,11 @@ class Runner(ABC):
     def memory_bytes(self) -> int:
         """Of the process that belongs to this session alone; 0 where it has none."""
 
+    @property
+    @abstractmethod
+    def usable(self) -> bool:
+        """Whether it lives, in a process that may have more sessions."""
+
 
 class SessionThread(Runner):
     """A thread with at most one session. It ends after `close`."""
@@ -90,7 +95,7 @@ class SessionThread(Runner):
         return 0
 
     @property
-    def alive(self) -> bool:
+    def usable(self) -> bool:
         return self._thread.is_alive()
 
     def _run(self) -> None:

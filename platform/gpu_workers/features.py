@@ -1,7 +1,7 @@
 """Rows of all tenants in, features per row out: the one path for training and inference.
 
 Rows are grouped by their own padded length; each group is one backbone forward whatever tenants
-its rows belong to. Equal rows are encoded once, rows seen before come from the cache.
+its rows belong to. Equal rows of one call are encoded once, rows seen before come from the cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from vla_platform.gpu_workers.backbone import Backbone, FeatureKind
@@ -102,20 +104,22 @@ class FeatureEncoder:
         forwards = self.num_forwards
         features: list[Tensor | None] = [None] * len(rows)
         pending: dict[int, list[tuple[int, Layout]]] = {}
-        first_of: dict[bytes, int] = {}
-        copies: list[tuple[int, int]] = []
         keys: list[bytes] = []
-        for at, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
-            key = row_key(row, kind, self._base) if self.cache is not None else b""
-            keys.append(key)
+        copies: list[tuple[int, int]] = []
+        if self.cache is not None:
+            keys = [row_key(row, kind, self._base) for row, kind in zip(rows, kinds, strict=True)]
+            first_of = {key: at for at, key in reversed(list(enumerate(keys)))}
+            sources = [first_of[key] for key in keys]
+        else:
+            sources = equal_rows(rows, kinds)
+        for at, (row, source) in enumerate(zip(rows, sources, strict=True)):
+            if source != at:
+                copies.append((at, source))
+                continue
             if self.cache is not None:
-                if key in first_of:
-                    copies.append((at, first_of[key]))
-                    continue
-                features[at] = self.cache.get(key)
+                features[at] = self.cache.get(keys[at])
                 if features[at] is not None:
                     continue
-                first_of[key] = at
             layout = self.backbone.canonicalizer.layout(
                 row.prompt, num_images=len(row.images), num_queries=row.num_queries
             )
@@ -158,6 +162,28 @@ class FeatureEncoder:
             _row_feature(found, index, kinds[at], layout, length)
             for index, (at, layout) in enumerate(part)
         ]
+
+
+def equal_rows(rows: Sequence[Row], kinds: Sequence[FeatureKind]) -> list[int]:
+    """For each row the place of the first that equals it, often its own.
+
+    The sessions of a group start alike, so most of their first rows are encoded for nothing.
+    """
+    sources = list(range(len(rows)))
+    if len(rows) < 2:
+        return sources
+    found: dict[object, list[int]] = {}
+    for at, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
+        # A fast digest finds candidates; whoever makes two of them meet gains nothing.
+        digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(row.images).data)
+        candidates = found.setdefault((kind, row.prompt, row.num_queries, digest), [])
+        for one in candidates:
+            if np.array_equal(rows[one].images, row.images):
+                sources[at] = one
+                break
+        else:
+            candidates.append(at)
+    return sources
 
 
 def _row_feature(

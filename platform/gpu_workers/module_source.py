@@ -11,7 +11,8 @@ from vla_platform.control.ledger import Ledger
 from vla_platform.control.prepared import load_prepared
 from vla_platform.control.services import Services
 from vla_platform.errors import NotFoundError
-from vla_platform.gpu_workers.weights import ModuleMeta, Weights, WeightStore, digest_of_tensors
+from vla_platform.gpu_workers.weights import ModuleMeta, Weights, WeightStore
+from vla_storage.checkpoint_types import MODULE
 from vla_storage.checkpoints import CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointError, CheckpointNotFoundError, InvalidKeyError
 from vla_storage.manifests import Manifest
@@ -116,20 +117,19 @@ class PlatformModuleSource(ModuleSource):
             ref = CheckpointRef.parse(checkpoint_id)
             if ref.policy != policy:
                 raise CheckpointNotFoundError(f"no checkpoint {checkpoint_id}")
-            loaded = self._checkpoints(tenant).load(checkpoint_id)
+            manifest, module = self._checkpoints(tenant).load_module(checkpoint_id)
         except (CheckpointNotFoundError, InvalidKeyError, json.JSONDecodeError) as error:
             raise NotFoundError(
                 f"{policy_key} has no checkpoint {checkpoint_id[:160]}", policy_key=policy_key
             ) from error
-        run = loaded.manifest.workload_id
-        prepared = load_prepared(self.services, tenant, run)
+        prepared = load_prepared(self.services, tenant, manifest.workload_id)
         meta = ModuleMeta(
             schema=prepared.schema,
             action_module=prepared.action_module,
             normalization=prepared.normalization,
         )
-        version, digest = loaded.manifest.policy_version, digest_of_tensors(loaded.module)
-        return Weights(version, loaded.module, meta, digest)
+        # Equal tensors are equal files: this is what `digest_of_tensors` says of them.
+        return Weights(manifest.policy_version, module, meta, manifest.object(MODULE).sha256)
 
     def _checkpoints(self, tenant: str) -> CheckpointStore:
         return CheckpointStore(

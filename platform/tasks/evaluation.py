@@ -5,19 +5,35 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from celery import shared_task
+from celery import Task, shared_task
 
 from vla_platform import work
 from vla_platform.control import evaluations, schedules, trends, usage
+from vla_platform.control.leases import alone
 from vla_platform.control.services import services
 from vla_platform.envs.evaluation import evaluate
+from vla_platform.envs.evaluation_records import EvaluationArchive
 from vla_platform.envs.suites import suite
 from vla_platform.metrics.events import Event
 from vla_storage.errors import CodedError
 
 
-@shared_task(name="evaluation.evaluate")
-def run(
+@shared_task(name="evaluation.evaluate", bind=True, max_retries=None)
+def run(self: Task, **asked: Any) -> dict[str, Any]:
+    """`play`, once at a time: what outlasts the broker's patience comes again while it runs, and is
+    sent on until that one has ended, or its worker has."""
+    found = services()
+    tenant, evaluation_id = asked["tenant"], asked["evaluation_id"]
+    lease_s = found.settings.lease_s
+    if self.request.retries and EvaluationArchive(found.objects, tenant, evaluation_id).record():
+        return {}
+    with alone(found.ledger, f"{tenant}/evaluations/{evaluation_id}", lease_s=lease_s) as mine:
+        if not mine:
+            raise self.retry(countdown=lease_s)
+        return play(**asked)
+
+
+def play(
     evaluation_id: str,
     tenant: str,
     policy_key: str,

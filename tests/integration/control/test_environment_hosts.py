@@ -17,7 +17,7 @@ from vla_platform.control.environment_hosts import (
     parse_shares,
     split_budget,
 )
-from vla_platform.errors import ConfigurationError, UnavailableError
+from vla_platform.errors import ConfigurationError, QuotaError, UnavailableError
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def table(control_redis_url: str) -> HostTable:
 
 
 def state(host_id: str, *, in_flight: int = 0, harness: str = "tabletop", capacity: int = 8,
-          accepting: bool = True) -> HostState:  # fmt: skip
+          accepting: bool = True, tenants: dict[str, int] | None = None) -> HostState:  # fmt: skip
     return HostState(
         host_id=host_id, harness=harness, capacity=capacity, in_flight=in_flight,
-        accepting=accepting,
+        accepting=accepting, tenants=tenants or {},
     )  # fmt: skip
 
 
@@ -78,6 +78,36 @@ def test_announcing_replaces_what_was_assigned(table: HostTable) -> None:
     assert [one.in_flight for one in table.hosts("tabletop")] == [1]
     table.withdraw(state("one"))
     assert table.hosts("tabletop") == []
+
+
+def test_a_tenants_quota_counts_over_hosts(table: HostTable) -> None:
+    table.announce(state("one", in_flight=3, tenants={"lab": 2, "other": 1}))
+    table.announce(state("two", in_flight=4, tenants={"lab": 4}, accepting=False))
+    table.announce(state("far", harness="maniskill"))
+    assert table.assign("tabletop", tenant="lab", limit=8) == "one"
+    with pytest.raises(QuotaError, match="lab has 7 sessions of tabletop, of 8") as refused:
+        table.assign("tabletop", instances=2, tenant="lab", limit=8)
+    assert refused.value.details["limit"] == 8
+    assert table.assign("tabletop", tenant="lab", limit=8) == "one"
+    assert table.assign("tabletop", tenant="other", limit=8) == "one"
+    assert table.assign("maniskill", tenant="lab", limit=8) == "far"
+    table.announce(state("one", in_flight=1, tenants={"other": 1}))  # its own count is the truth
+    assert table.assign("tabletop", tenant="lab", limit=8) == "one"
+
+
+def test_tenants_that_come_at_once_stay_within_their_quota(table: HostTable) -> None:
+    for name in ("a", "b", "c"):
+        table.announce(state(name, capacity=100))
+
+    def ask(_: int) -> str:
+        try:
+            return table.assign("tabletop", tenant="lab", limit=7)
+        except QuotaError:
+            return "refused"
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = Counter(pool.map(ask, range(20)))
+    assert (answers["refused"], answers["a"], answers["b"], answers["c"]) == (13, 3, 2, 2)
 
 
 @given(

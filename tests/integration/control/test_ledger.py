@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vla_platform.control.leases import alone
 from vla_platform.control.ledger import Ledger, library_source, workload_id
 from vla_platform.control.states import JOB_TRANSITIONS, WORKLOAD_TRANSITIONS, JobState, tables
 from vla_platform.control.training_job import TrainingJob
@@ -394,3 +395,30 @@ def test_no_job_is_lost_and_none_counts_twice(ledger: Ledger, events: list[str])
         assert str(total) == found["position"]
         assert list(ledger.steps("r")) == [1, 2, 3, 4]
         assert ledger.client.zcard("vla:w:r:jobs") == 0
+
+
+def test_one_producer_at_a_time_is_known_by_name(ledger: Ledger) -> None:
+    """A rollout that outlasts the visibility timeout has its message come again."""
+    run = start(ledger, "rl-one")
+    assert ledger.producing(run, for_s=LONG_S, by="first")
+    assert not ledger.producing(run, for_s=LONG_S, by="second")
+    assert not ledger.producing(run, for_s=0, by="second")  # ends nothing
+    assert ledger.producing(run, for_s=LONG_S, by="first")
+    assert list(ledger.due().produce) == []
+    assert ledger.producing(run, for_s=0, by="first")
+    assert list(ledger.due().produce) == [run]
+    assert ledger.producing(run, for_s=EXPIRED_S, by="first")
+    passed()
+    assert ledger.producing(run, for_s=LONG_S, by="second")
+
+
+def test_work_that_is_done_alone_is_nobody_elses_until_it_ends(ledger: Ledger) -> None:
+    with alone(ledger, "a/evaluations/one", lease_s=0.2) as first:
+        passed(0.5)  # longer than its lease
+        with (
+            alone(ledger, "a/evaluations/one", lease_s=0.2) as second,
+            alone(ledger, "a/evaluations/two", lease_s=0.2) as other,
+        ):
+            assert (first, second, other) == (True, False, True)
+    with alone(ledger, "a/evaluations/one", lease_s=0.2) as again:
+        assert again

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vla_platform.envs.installs import install, installed
+from vla_platform.envs.installs import RECIPES, install, installed
 from vla_platform.errors import ConfigurationError
 
 Play = Callable[..., Any]
@@ -29,6 +30,8 @@ def python_of(repository: Path) -> Callable[[str], Path]:
     found: dict[str, Path] = {}
 
     def python(harness: str) -> Path:
+        if harness not in RECIPES:
+            return Path(sys.executable)
         if harness not in found:
             var = repository / "var"
             is_root = os.geteuid() == 0 and Path("/usr/bin/apt-get").exists()
@@ -50,14 +53,14 @@ def python_of(repository: Path) -> Callable[[str], Path]:
 def play_in(python_of: Callable[[str], Path], single_threaded_environment: dict[str, str]) -> Play:
     """Run a script of this folder in a harness's interpreter; what it prints last is JSON."""
 
-    def play(harness: str, script: str, *arguments: str) -> Any:
+    def play(harness: str, script: str, *arguments: str, timeout_s: float = 280.0) -> Any:
         path = Path(__file__).parent / script
         done = subprocess.run(
             (str(python_of(harness)), str(path), *arguments),
             capture_output=True,
             text=True,
             env={**os.environ, **single_threaded_environment},
-            timeout=280,
+            timeout=timeout_s,
             check=False,
         )
         if done.returncode and "no usable Vulkan driver" in done.stderr:

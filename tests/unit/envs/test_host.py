@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from vla_platform.envs.failures import Failure, failure_of
+from vla_platform.envs.groups import SessionGroup
 from vla_platform.envs.host import EnvironmentHost, Isolation
 from vla_platform.envs.sessions import EnvironmentRequest
 from vla_platform.errors import (
@@ -27,6 +28,7 @@ from vla_storage.errors import CodedError
 
 MakeHost = Callable[..., EnvironmentHost]
 Request = Callable[..., EnvironmentRequest]
+Threads = Callable[[], set[threading.Thread]]
 
 
 def opened(
@@ -323,3 +325,66 @@ def test_a_wrong_request_opens_nothing(make_host: MakeHost) -> None:
     with pytest.raises(SpecError, match="did you mean 'push'"):
         opened(host, EnvironmentRequest(env_id="tabletop/pusch"))
     assert host.num_sessions == 0
+
+
+@pytest.fixture
+def threads() -> Callable[[], set[threading.Thread]]:
+    """The sessions' threads of this test, without what others abandoned."""
+    before = set(threading.enumerate())
+
+    def found() -> set[threading.Thread]:
+        new = set(threading.enumerate()) - before
+        return {one for one in new if one.name.startswith("session-")}
+
+    return found
+
+
+def group(host: EnvironmentHost, request: EnvironmentRequest, *, tenant: str = "a") -> SessionGroup:
+    return SessionGroup(host, tenant=tenant, request=request, num_sessions=2)
+
+
+def test_what_was_slow_to_make_is_there_for_the_next_group(
+    make_host: MakeHost, faulty: Request, one_action: Any, threads: Threads
+) -> None:
+    host = make_host(slow_s=0.0)
+    with group(host, faulty()) as first:
+        first.reset([0, 1], [5, 6])
+        first.step([0], [one_action])
+    made = threads()
+    assert (host.num_sessions, len(made)) == (0, 2)
+    with group(host, faulty()) as again:
+        assert threads() == made
+        seen = again.reset([0, 1], [7, 8])
+        assert [one.state.tolist() for one in seen] == [[0.0, 7.0, 0.0], [0.0, 8.0, 0.0]]
+    with group(host, faulty(length=9)), group(host, faulty(), tenant="b"):
+        assert len(threads() - made) == 4  # others' and other environments are others
+    opened(host, faulty())  # a tenant's own session is made for it
+    assert len(threads() - made) == 5
+
+
+def test_what_is_made_fast_or_broken_is_not_kept(
+    make_host: MakeHost, faulty: Request, one_action: Any, threads: Threads
+) -> None:
+    with group(make_host(slow_s=60.0), faulty()):
+        pass
+    host = make_host(slow_s=0.0)
+    with group(host, faulty("raise")) as failing:
+        failing.reset([0], [1])
+        assert isinstance(failing.step([0], [one_action])[0], SimulatorError)
+    wait_until(lambda: len(threads()) == 1)  # the other one, in which nothing failed
+
+
+def test_parked_environments_go_in_time_and_make_room(
+    make_host: MakeHost, faulty: Request, threads: Threads
+) -> None:
+    host = make_host(slow_s=0.0, parked_s=0.3)
+    with group(host, faulty()):
+        pass
+    wait_until(lambda: not threads())
+    host = make_host(slow_s=0.0, max_sessions=3)
+    with group(host, faulty()):
+        pass
+    with group(host, faulty(mark=1)):
+        wait_until(lambda: len(threads()) == 3)
+    host.shut_down()
+    wait_until(lambda: not threads())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -113,12 +115,27 @@ def test_cached_features_equal_fresh_ones(backbone: Backbone) -> None:
     assert all(torch.equal(a, b) for a, b in zip(fresh.features, again.features, strict=True))
 
 
-def test_equal_rows_of_a_group_are_encoded_once(backbone: Backbone) -> None:
+@pytest.mark.parametrize("cache", [FeatureCache(), None], ids=["cache", "no cache"])
+def test_equal_rows_of_a_group_are_encoded_once(
+    backbone: Backbone, cache: FeatureCache | None
+) -> None:
     row = make_row(1, 3, 8, FeatureKind.QUERIES, 0)
-    encoder = FeatureEncoder(backbone, cache=FeatureCache())
-    encoded = encoder.encode([row, row, row], [FeatureKind.QUERIES] * 3)
+    again = replace(row, images=row.images.copy())
+    encoder = FeatureEncoder(backbone, cache=cache)
+    encoded = encoder.encode([row, row, again], [FeatureKind.QUERIES] * 3)
     assert (encoder.num_rows_encoded, encoded.hit) == (1, [False, True, True])
     assert torch.equal(encoded.features[0], encoded.features[2])
+
+
+def test_rows_that_differ_in_one_pixel_word_or_kind_are_all_encoded(backbone: Backbone) -> None:
+    row = make_row(1, 3, 8, FeatureKind.QUERIES, 0)
+    pixels = row.images.copy()
+    pixels[0, -1, -1, -1] ^= 1
+    rows = [row, replace(row, images=pixels), replace(row, prompt=row.prompt + " now"), row]
+    kinds = [FeatureKind.QUERIES] * 3 + [FeatureKind.HIDDEN]
+    encoder = FeatureEncoder(backbone)
+    encoded = encoder.encode(rows, kinds)
+    assert (encoder.num_rows_encoded, encoded.hit) == (4, [False] * 4)
 
 
 def test_a_cache_that_is_off_changes_nothing(backbone: Backbone) -> None:

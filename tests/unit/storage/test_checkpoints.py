@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from vla_storage import tensors
 from vla_storage.checkpoints import Checkpoint, CheckpointRef, CheckpointStore
 from vla_storage.errors import (
     CheckpointCorruptError,
@@ -57,6 +59,20 @@ def test_load_returns_what_was_saved_bit_for_bit(
         for name, array in expected.items():
             assert array.tobytes() == actual[name].tobytes()
             assert (array.dtype, array.shape) == (actual[name].dtype, actual[name].shape)
+
+
+def test_the_module_alone_is_read_without_the_rest(
+    store: CheckpointStore, objects: MemoryObjectStore, make_checkpoint: Make
+) -> None:
+    saved = make_checkpoint(7)
+    manifest = store.save(saved)
+    objects.delete(key_of(store, manifest, "optimizer.safetensors"))
+
+    found, module = store.load_module(manifest.checkpoint_id)
+
+    assert (manifest, set(saved.module)) == (found, set(module))
+    encoded = tensors.encode(module)
+    assert hashlib.sha256(encoded).hexdigest() == manifest.object("module.safetensors").sha256
 
 
 def test_the_manifest_is_written_last_and_names_every_object(
@@ -177,8 +193,9 @@ def test_b61_nan_weights_are_refused_unless_asked_for(
 ) -> None:
     store.save(make_checkpoint(1, value=float("nan")))
 
-    with pytest.raises(CheckpointCorruptError):
-        store.load("reach/w1/1")
+    for load in (store.load, store.load_module):
+        with pytest.raises(CheckpointCorruptError):
+            load("reach/w1/1")
     assert np.isnan(store.load("reach/w1/1", allow_not_finite=True).module["w"]).all()
 
 
