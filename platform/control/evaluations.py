@@ -9,9 +9,10 @@ evaluations act with, and those that runs begin from, are in use: no rule remove
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -112,7 +113,7 @@ def begin_if_due(
     if EvaluationArchive(services.objects, tenant, evaluation_id).record() is not None:
         return None
     client = services.ledger.client
-    try:
+    with answering():
         known = Outstanding(
             evaluation_id=evaluation_id,
             policy=manifest.policy,
@@ -126,8 +127,6 @@ def begin_if_due(
         )
         if not _note(client, tenant, run, manifest.step, known):
             return None
-    except (redis.ConnectionError, redis.TimeoutError) as error:
-        raise UnavailableError(f"the control Redis does not answer: {error}") from error
     try:
         send(tenant, known)
         heard(services, tenant, evaluation_id)
@@ -173,18 +172,30 @@ def keep_score(services: Services, record: EvaluationRecord) -> None:
 
 
 def in_use(client: Any, tenant: str) -> set[str]:
-    """Ids of the checkpoints that evaluations under way act with, or that runs begin from."""
-    found = set()
-    for raw in client.hvals(evaluations_key(tenant)):
-        found.add(Outstanding.from_json(raw).checkpoint)
-    runs = client.sunion(
-        [f"vla:tenant:{tenant}:{state}" for state in ("pending", "running", "paused")]
-    )
-    with client.pipeline(transaction=False) as pipe:
-        for run in runs:
-            pipe.hget(f"vla:w:{run}", "init_from")
-        found.update(pipe.execute())
+    """Ids of the checkpoints that evaluations under way act with, or that runs begin from.
+
+    Raises `UnavailableError`.
+    """
+    states = ("pending", "running", "paused")
+    with answering():
+        found = {
+            Outstanding.from_json(raw).checkpoint for raw in client.hvals(evaluations_key(tenant))
+        }
+        runs = client.sunion([f"vla:tenant:{tenant}:{state}" for state in states])
+        with client.pipeline(transaction=False) as pipe:
+            for run in runs:
+                pipe.hget(f"vla:w:{run}", "init_from")
+            found.update(pipe.execute())
     return {one for one in found if one}
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """An outage of the control Redis as the platform's own error: whoever publishes tries again."""
+    try:
+        yield
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise UnavailableError(f"the control Redis does not answer: {error}") from error
 
 
 def checkpoint_of(store: CheckpointStore, policy: str, version: int) -> str:

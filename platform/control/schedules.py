@@ -263,6 +263,10 @@ def finished(services: Services, tenant: str, evaluation_id: str, *, error: str 
             )  # fmt: skip
     elif error:
         _log.error("action=evaluation_failed evaluation=%s reason=%s", evaluation_id, error)
+        values = {"evaluation": evaluation_id, "state": "failed", "reason": error[:500]}
+        services.emitter.emit(
+            Event(tenant=tenant, workload=known.run, kind="evaluation", values=values)
+        )
     client.hdel(evaluations_key(tenant), evaluation_id)
     for at in fire:
         _fire(services, tenant, known.schedule, at)

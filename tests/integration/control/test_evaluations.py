@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from vla_platform.control.checkpoint_changes import change, plan_of
 from vla_platform.control.evaluations import Outstanding, begin_if_due, evaluations_key, in_use
 from vla_platform.control.ledger import Ledger
 from vla_platform.envs.evaluation_records import EvaluationRecord
-from vla_platform.errors import SpecError
+from vla_platform.errors import SpecError, UnavailableError
+from vla_platform.metrics.events import Event
 from vla_platform.specs import parse_spec
 from vla_storage.checkpoints import Checkpoint, CheckpointStore
 from vla_storage.errors import CheckpointNotFoundError
@@ -36,9 +38,18 @@ Make = Callable[..., Checkpoint]
 
 
 @dataclass
+class Kept:
+    events: list[Event] = field(default_factory=list)
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@dataclass
 class Some:
     ledger: Ledger
     objects: MemoryObjectStore
+    emitter: Kept
     store: CheckpointStore
     sent: list[dict[str, Any]]
     signing_key: bytes = b"key"
@@ -56,7 +67,7 @@ def some(control_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
     monkeypatch.setattr(dispatch, "evaluate", lambda **given: sent.append(given))
     objects = MemoryObjectStore()
     store = CheckpointStore(objects=objects, tenant_id="a", signing_key=b"key")
-    yield Some(ledger, objects, store, sent)
+    yield Some(ledger, objects, Kept(), store, sent)
     ledger.close()
 
 
@@ -129,6 +140,28 @@ def test_what_could_not_be_sent_is_sent_by_the_reconciler(
     assert schedules.resend_lost(some, "a") == 1
     assert (len(some.sent), some.outstanding()[0].num_sends) == (1, 2)
     assert schedules.resend_lost(some, "a") == 0
+
+
+def test_one_that_fails_for_good_is_told_in_its_runs_events(
+    some: Any, make_checkpoint: Make
+) -> None:
+    begun(some, make_checkpoint, 10)
+    schedules.finished(some, "a", f"{RUN}-10", error="the simulator keeps failing")
+    (event,) = some.emitter.events
+    assert (event.workload, event.values["state"]) == (RUN, "failed")
+    assert some.outstanding() == []
+
+
+def test_an_outage_is_for_whoever_publishes_to_try_again(
+    some: Any, make_checkpoint: Make, tmp_path: Path
+) -> None:
+    down = Ledger.connect(f"unix://{tmp_path}/nobody")
+    manifest = some.store.save(make_checkpoint(10, workload=RUN))
+    with pytest.raises(UnavailableError):
+        begin_if_due(replace(some, ledger=down), "a", RUN, SPEC, manifest)
+    with pytest.raises(UnavailableError):
+        in_use(down.client, "a")
+    assert f"{RUN}-10" == begin_if_due(some, "a", RUN, SPEC, manifest)
 
 
 def test_b66_a_checkpoint_in_use_is_not_removed_whoever_asks(
