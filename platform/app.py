@@ -50,6 +50,7 @@ def create_app(settings: Settings) -> Celery:
         "visibility_timeout": 60,
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
+        "unacked_mutex_expire": 10,  # who died while it restored holds up the others no longer
         # A connection that falls silent without an error is noticed within 30 seconds.
         "socket_timeout": 20,
         "health_check_interval": 8,
