@@ -13,7 +13,9 @@ CodedError (vla_storage.errors)
     ├── ModuleLoadError           worker: base model or action module does not fit (user)
     ├── DivergedError             worker: loss or gradient is not finite on finite data (user)
     ├── SimulatorError            worker: an environment failed; its session is lost, no other
-    ├── BackboneChangedError      worker: the frozen base model is not what was loaded; restart
+    ├── UnsoundWorkerError        worker: its numbers cannot be trusted any more; it is restarted
+    │   ├── BackboneChangedError  worker: the frozen base model is not what was loaded
+    │   └── DeviceLostError       worker: the accelerator fails whatever comes next
     ├── WorkloadFailedError       client: the run ended in `failed`; carries the reason
     ├── WorkloadCancelledError    client: the run ended in `cancelled` (user)
     ├── ResultTimeoutError        client: not finished in time; the run goes on; retry helps
@@ -45,6 +47,7 @@ __all__ = [
     "DataError",
     "DatasetError",
     "DeadlineError",
+    "DeviceLostError",
     "DivergedError",
     "Fault",
     "HistoryLostError",
@@ -66,6 +69,7 @@ __all__ = [
     "SpecError",
     "TenantError",
     "UnavailableError",
+    "UnsoundWorkerError",
     "UnsupportedError",
     "WorkloadCancelledError",
     "WorkloadFailedError",
