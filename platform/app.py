@@ -51,8 +51,9 @@ def create_app(settings: Settings) -> Celery:
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
         "unacked_mutex_expire": 10,  # who died while it restored holds up the others no longer
-        # A connection that falls silent without an error is noticed within 30 seconds.
-        "socket_timeout": 20,
+        # A connection that falls silent without an error is noticed within 30 seconds, also where
+        # several of a worker do. What waits for a message is not under the first of these.
+        "socket_timeout": 8,
         "health_check_interval": 8,
         "socket_keepalive": True,
         "queue_order_strategy": "priority",
