@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import redis
@@ -25,7 +27,7 @@ from vla_platform.envs.evaluation_records import EvaluationArchive, EvaluationRe
 from vla_platform.errors import UnavailableError
 from vla_platform.specs import WorkloadSpec
 from vla_platform.specs.evaluation import EpisodesSpec
-from vla_storage.checkpoints import CheckpointStore
+from vla_storage.checkpoints import CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointError
 from vla_storage.manifests import Manifest
 from vla_storage.retention import set_mark
@@ -199,11 +201,20 @@ def answering() -> Iterator[None]:
 
 
 def checkpoint_of(store: CheckpointStore, policy: str, version: int) -> str:
-    """The newest checkpoint of a version; empty where it was published without one."""
-    for ref in reversed(store.list(policy)):
+    """The newest checkpoint of a version; empty where it was published without one.
+
+    Versions never fall within a run, so few of its manifests are read.
+    """
+
+    def version_of(ref: CheckpointRef) -> int:
+        return store.manifest(ref.id).policy_version
+
+    for _, of_run in groupby(store.list(policy), key=lambda ref: ref.workload_id):
+        refs = list(of_run)
         try:
-            if store.manifest(ref.id).policy_version == version:
-                return ref.id
+            at = bisect_right(refs, version, key=version_of) - 1
+            if at >= 0 and version_of(refs[at]) == version:
+                return refs[at].id
         except CheckpointError:
             continue  # removed meanwhile, or damaged
     return ""

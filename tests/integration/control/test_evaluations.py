@@ -20,7 +20,7 @@ from vla_platform.envs.evaluation_records import EvaluationRecord
 from vla_platform.errors import SpecError, UnavailableError
 from vla_platform.metrics.events import Event
 from vla_platform.specs import parse_spec
-from vla_storage.checkpoints import Checkpoint, CheckpointStore
+from vla_storage.checkpoints import Checkpoint, CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointNotFoundError
 from vla_storage.marks import read_marks
 from vla_storage.objects import MemoryObjectStore
@@ -247,3 +247,27 @@ def test_a_tenants_decisions_are_carried_out_by_the_platform(
 def test_what_is_no_change_is_refused(some: Any, text: str) -> None:
     with pytest.raises(SpecError):
         change(some, "a", text)
+
+
+def test_the_checkpoint_of_a_version_is_found_with_few_reads(make_checkpoint: Make) -> None:
+    class Counting(MemoryObjectStore):
+        gets = 0
+
+        def get_with_etag(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, str]:
+            self.gets += 1
+            return super().get_with_etag(key, max_bytes=max_bytes)
+
+    objects = Counting()
+    store = CheckpointStore(objects=objects, tenant_id="a", signing_key=b"key")
+    for run, base in (("w1", 0), ("w2", 100)):
+        for step in range(1, 65):
+            one = make_checkpoint(step, workload=run)
+            header = replace(one.header, policy_version=base + step // 2)  # some teach nothing
+            store.save(replace(one, header=header))
+    objects.gets = 0
+    assert evaluations.checkpoint_of(store, "reach", 120) == "reach/w2/41"
+    assert objects.gets <= 2 * 8
+    assert evaluations.checkpoint_of(store, "reach", 1) == "reach/w1/3"
+    assert evaluations.checkpoint_of(store, "reach", 50) == ""
+    objects.delete(store.folder(CheckpointRef.parse("reach/w1/32")) + "manifest.json")
+    assert evaluations.checkpoint_of(store, "reach", 120) == "reach/w2/41"

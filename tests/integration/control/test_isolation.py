@@ -34,13 +34,14 @@ CONTROL_KEYS = (
     "vla:t:ab:reply:1", "vla:t:ab:schedules", "vla:w:sft-1", "vla:j:1", "vla:usage:a",
     "vla:use:a:1", "vla:policy:a/p", "vla:tenants", "vla:metrics", "vla:weights", "control",
     "sft", "training", "unacked", "vla:beat:schedule:a:x", "vla:maintenance",
+    "vla:gpu:gpu@host", "vla:w:sft-1:evaluated", "vla:t:ab:evaluations",
     "celery-task-meta-1", "_kombu.binding.control",
 )  # fmt: skip
 PAYLOAD_KEYS = (
     "ab:payload:p1", "infer:tiny:ab", "ab:infer:reply:1", "ab:env:to:h", "ab:env:from:s",
     "vla:env:open:h", "vla:tenants", "platform:payload:p1", "payload:quota:ab",
 )  # fmt: skip
-READ_ONLY = ("vla:t:a:workloads", "vla:t:a:schedules", "vla:t:a:w:sft-1")
+READ_ONLY = ("vla:t:a:workloads", "vla:t:a:schedules", "vla:t:a:evaluations", "vla:t:a:w:sft-1")
 """Of tenant `a` itself, but written by the platform alone."""
 KEYLESS = {
     "auth", "hello", "reset", "quit", "ping", "echo", "select", "client|setinfo", "client|setname",
