@@ -91,9 +91,9 @@ class TextFormatter(logging.Formatter):
         stamp = _time(record).replace("T", " ").replace(".", ",").removesuffix("Z")
         line = f"[{stamp}: {record.levelname}/{record.threadName}] {message}{told}"
         if record.exc_info and record.exc_info[0] is not None:
-            line += "\n" + _without_secrets(
-                "".join(traceback.format_exception(*record.exc_info))
-            ).rstrip("\n")
+            told = _without_secrets("".join(traceback.format_exception(*record.exc_info)))
+            # Indented and escaped: the text of an error may be anybody's, and look like a line.
+            line += "".join(f"\n    {_escaped(part)}" for part in told.splitlines())
         return line
 
 

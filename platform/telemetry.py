@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +16,8 @@ from vla_platform.settings import Settings
 
 def install(app: Celery, settings: Settings) -> None:
     """Connect Celery's signals; takes effect when the process starts as a worker or as beat."""
-    causes: dict[str, AbstractContextManager[None]] = {}
+    # By task and thread: one that is delivered again may run beside its first delivery.
+    causes: dict[tuple[str, int], AbstractContextManager[None]] = {}
 
     def format_lines(logger: logging.Logger, **_: Any) -> None:
         for handler in logger.handlers:
@@ -33,11 +35,12 @@ def install(app: Celery, settings: Settings) -> None:
 
     def taken(task_id: str, task: Any, **_: Any) -> None:
         if tracing.is_on():
-            causes[task_id] = tracing.caused_by(task.request.get(tracing.HEADER))
-            causes[task_id].__enter__()
+            cause = tracing.caused_by(task.request.get(tracing.HEADER))
+            causes[task_id, threading.get_ident()] = cause
+            cause.__enter__()
 
     def done(task_id: str, **_: Any) -> None:
-        cause = causes.pop(task_id, None)
+        cause = causes.pop((task_id, threading.get_ident()), None)
         if cause is not None:
             cause.__exit__(None, None, None)
 

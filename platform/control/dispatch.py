@@ -9,8 +9,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import redis
 from celery import current_app
 from celery.schedules import crontab
+from kombu.exceptions import OperationalError
 
 from vla_platform.broker import evaluation_queue, queue, rollout_queue
 from vla_platform.control.states import JobState, Stage
@@ -20,19 +22,25 @@ from vla_platform.specs.cron import hint_minutes
 _log = logging.getLogger(__name__)
 
 
-def _send(task: str, **options: Any) -> None:
-    """Pooled connections may be dead without knowing it, and kombu's own errors then are of any
-    kind: the second try has a connection of its own. What it cannot send is a lost hint."""
+# A pooled channel whose connection was lost raises AttributeError (kombu 5.7).
+_AWAY = (OperationalError, redis.RedisError, OSError, AttributeError)
+
+
+def _send(task: str, **options: Any) -> bool:
+    """False: the hint is lost, for the broker is away. Pooled connections may be dead without
+    knowing it: the second try has a connection of its own."""
     try:
         current_app.send_task(task, **options)
-        return
-    except Exception as error:
+        return True
+    except _AWAY as error:
         _log.warning("action=hint_not_sent task=%s reason=%r", task, error)
     try:
         with current_app.connection_for_write() as connection:
             current_app.send_task(task, connection=connection, **options)
-    except Exception as error:
+            return True
+    except _AWAY as error:
         _log.warning("action=hint_lost task=%s reason=%r", task, error)
+        return False
 
 
 def prepare(tenant: str, workload: str) -> None:
@@ -85,32 +93,9 @@ def train(job: TrainingJob) -> None:
     )
 
 
-def rollout(
-    config: Mapping[str, Any], *, job_id: str, num_envs: int, horizon: int, version: int | None,
-    policy: str, workload: str, host_id: str | None = None,
-) -> None:  # fmt: skip
-    """To one host (`HostTable.assign`), or to whichever of the harness is free.
-
-    `config` is a `RolloutConfig` as a dict.
-    """
-    _send(
-        "rollout.rollout",
-        kwargs={
-            "config": dict(config),
-            "job_id": job_id,
-            "num_envs": num_envs,
-            "horizon": horizon,
-            "version": version,
-            "policy": policy,
-            "workload": workload,
-        },
-        queue=queue(rollout_queue(str(config["env_id"]).partition("/")[0], host_id)),
-    )
-
-
-def evaluate(*, suite_name: str, **arguments: Any) -> None:
-    """`arguments` are those of the task `evaluation.evaluate`."""
-    _send(
+def evaluate(*, suite_name: str, **arguments: Any) -> bool:
+    """`arguments` are those of the task `evaluation.evaluate`. False: it was not sent."""
+    return _send(
         "evaluation.evaluate",
         kwargs={"suite_name": suite_name, **arguments},
         queue=queue(evaluation_queue(suite_name.partition("/")[0])),

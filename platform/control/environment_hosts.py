@@ -21,7 +21,9 @@ class HostState:
     capacity: int  # instances at most
     in_flight: int
     accepting: bool  # false: it is worn and ends with its last session
-    tenants: Mapping[str, int] = field(default_factory=dict)  # whose they are; told, not read back
+    tenants: Mapping[str, int] = field(
+        default_factory=dict
+    )  # remote sessions by tenant; not read back
     version: int = 2
 
 

@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import Any
 
 import redis
-from kombu.exceptions import OperationalError
 
 from vla_platform.control import dispatch
 from vla_platform.control.services import Services
@@ -71,10 +70,11 @@ def asked_of(spec: EpisodesSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json", include=set(EpisodesSpec.model_fields))
 
 
-def send(tenant: str, known: Outstanding) -> None:
-    """To whichever environment host is free. Raises `pydantic.ValidationError`."""
+def send(tenant: str, known: Outstanding) -> bool:
+    """To whichever environment host is free. False: the broker is away. Raises
+    `pydantic.ValidationError`."""
     spec = EpisodesSpec.model_validate_json(json.dumps(known.asked))
-    dispatch.evaluate(
+    return dispatch.evaluate(
         suite_name=spec.suite,
         evaluation_id=known.evaluation_id,
         tenant=tenant,
@@ -129,13 +129,10 @@ def begin_if_due(
         )
         if not _note(client, tenant, run, manifest.step, known):
             return None
-    try:
-        send(tenant, known)
-        heard(services, tenant, evaluation_id)
-    except (OperationalError, redis.RedisError, OSError) as error:
-        # It is on record: the reconciler sends it.
-        _log.warning("action=evaluation_not_sent evaluation=%s reason=%s", evaluation_id, error)
-    return evaluation_id
+    if send(tenant, known):
+        with contextlib.suppress(redis.RedisError):
+            heard(services, tenant, evaluation_id)
+    return evaluation_id  # what was not sent is on record: the reconciler sends it
 
 
 def _note(client: Any, tenant: str, run: str, step: int, known: Outstanding) -> bool:

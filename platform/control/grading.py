@@ -1,17 +1,23 @@
 """The grading task: group rewards of rollouts, while others go on rolling out.
 
 It reads the columns that the grader asks for and writes one, `grade`. The ledger gives up what is
-late (`OnUnscored`), so a grader that hangs or has no worker costs its deadline and no more.
+late (`OnUnscored`), and here nobody waits for a grader longer: one that hangs costs its deadline
+and a thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import numpy as np
 
+from vla_platform import work
 from vla_platform.control import dispatch
 from vla_platform.control.advantages import columns_of_summaries, episodes_of
 from vla_platform.control.leases import kept_alive
@@ -28,6 +34,7 @@ from vla_platform.rl.rewards import GRADE
 from vla_platform.specs import GraderReward
 from vla_storage.errors import CodedError, PayloadExistsError, PayloadNotFoundError
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +45,8 @@ def grade_waiting(services: Services, worker: str) -> int:
     while time.monotonic() < end:
         job = services.ledger.lease_stage(Stage.SCORES, worker, lease_s=services.settings.lease_s)
         if job is not None:
-            _grade(services, job)
+            with work.on_job("scores", job):
+                _grade(services, job)
             done += 1
         elif not services.ledger.wait_for_stage(Stage.SCORES, timeout_s=0.5) and not done:
             break
@@ -76,6 +84,21 @@ def _grade(services: Services, job: TrainingJob) -> None:
         )
 
 
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """What `call` returns or raises. Raises `TimeoutError` where that takes longer: its thread goes
+    on, for nothing ends a thread, but nobody waits for it."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="grader", daemon=True).start()
+    return done.result(seconds)
+
+
 def _write_grades(services: Services, job: TrainingJob) -> dict[str, float | str]:
     """What an earlier try wrote stays: a grader may say something else the second time."""
     reward = load_rl_spec(services, job.tenant_id, job.workload).reward
@@ -95,7 +118,9 @@ def _write_grades(services: Services, job: TrainingJob) -> dict[str, float | str
     columns = payloads.arrays(job.partition_id, job.tenant_id, sorted(names))
     episodes = episodes_of(told, columns)
     try:
-        grades = grade_episodes(grader, episodes, columns, reward.options)
+        grades = within(
+            reward.deadline_s, lambda: grade_episodes(grader, episodes, columns, reward.options)
+        )
     except CodedError:
         raise
     except Exception as error:  # a grader is anybody's code: whatever it raises is its failure

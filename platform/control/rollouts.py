@@ -115,7 +115,6 @@ def _roll_out(services: Services, job: TrainingJob, play: Play, by: str) -> None
         state,
         sample_count=report.num_transitions,
         success_rate=report.success_rate,
-        episodes_dropped=json.dumps(report.dropped),
         episodes=json.dumps(episodes, separators=(",", ":")),
     )
     reach(Failpoint.META_PUBLISHED)

@@ -87,17 +87,6 @@ PASSING_WAITS = frozenset(WaitReason) - {WaitReason.ALL_RESERVED}
 """Those that pass by themselves: whoever produces waits, and asks again."""
 
 
-class OnUnscored(StrEnum):
-    """What happens to a job whose grader or teacher is late or fails. Counted either way."""
-
-    KEEP_REWARD = "keep_reward"
-    """It goes on with the environment's rewards."""
-    DROP = "drop"
-    """It trains nothing; another rollout takes its place."""
-    FAIL = "fail"
-    """The run ends."""
-
-
 class Lifecycle(StrEnum):
     """The path of a training job from reservation to its end."""
 

@@ -1,6 +1,7 @@
 """The life of one training job, from its descriptor and its run's events: where its time went.
 
-Needs no tracing: the ledger stamps every transition with its own clock.
+Needs no tracing: the ledger stamps what a job goes on to with its own clock. Where a stage was
+computed more than once, the last time shows.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vla_platform.control.ledger import Ledger
+from vla_platform.control.states import Stage
 from vla_platform.errors import NotFoundError
 from vla_platform.metrics.events import stream_of
 
 MOST_EVENTS = 2000
-_STAGES = ("actor_forward", "advantages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ def phases(descriptor: Mapping[str, str], events: Iterable[Mapping[str, Any]]) -
     created = at("created")
     assert created is not None
     ended, ready, leased = at("ended"), at("ready"), at("leased")
-    producer = descriptor.get("producer_role") or "tenant"
+    producer = descriptor["producer_role"]
     found: list[Phase] = []
 
     def add(name: str, begun: float | None, *ends: float | None, **more: str) -> None:
@@ -62,15 +63,17 @@ def phases(descriptor: Mapping[str, str], events: Iterable[Mapping[str, Any]]) -
             end = next((one for one in (*ends, ended) if one is not None and one >= begun), None)
             found.append(Phase(name=name, begun_s=begun, ended_s=end, **more))
 
-    needs = [at(f"at:needs_{stage}") for stage in _STAGES]
-    computing = [at(f"at:computing_{stage}") for stage in _STAGES]
+    stamps = {stage: (at(f"at:needs_{stage}"), at(f"at:computing_{stage}")) for stage in Stage}
+    begins = sorted(one for pair in stamps.values() for one in pair if one is not None)
+
+    def after(begun: float | None) -> float | None:
+        return next((one for one in begins if begun is not None and one > begun), None)
+
     name = "rollout" if producer == "rollout" else "produce"
-    add(name, created, *needs, ready, where=producer, note=_samples(descriptor))
-    for stage, waits, works, following in zip(
-        _STAGES, needs, computing, (needs[1], None), strict=True
-    ):
+    add(name, created, after(created), ready, where=producer, note=_samples(descriptor))
+    for stage, (waits, works) in sorted(stamps.items(), key=lambda item: item[1][0] or 0.0):
         add(f"waits for {stage}", waits, works)
-        add(stage, works, following, ready)
+        add(stage, works, after(works), ready)
     add("waits for training", ready, leased)
     if leased is not None and (ready is None or leased >= ready):
         add("training", leased, where=descriptor.get("lease_owner", ""), note=_attempt(descriptor))

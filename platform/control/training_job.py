@@ -34,7 +34,7 @@ class TrainingJob:
     state: str
     fence: int  # rises with every lease; a write under an older one is refused
     attempt: int  # leases of the present stage, or of the position, so far
-    producer_role: str = ""  # sft | rollout
+    producer_role: str = ""  # sft | rollout | tenant
     consumer_role: str = ""  # training
     behavior_policy_version: int = 0  # version that acted in the rollout
     max_policy_staleness: int = -1  # versions; -1: never dropped (SFT)

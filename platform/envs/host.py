@@ -75,6 +75,7 @@ class _Hosted:
     request: EnvironmentRequest
     isolation: Isolation
     runner: Runner
+    remote: bool = False  # the tenant drives it
     info: EnvironmentInfo | None = None
     made_in_s: float = 0.0
     rebuilds: int = 0
@@ -119,8 +120,9 @@ class EnvironmentHost:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    def sessions_by_tenant(self) -> dict[str, int]:
-        return dict(Counter(one.tenant for one in list(self._sessions.values())))
+    def remote_sessions(self) -> dict[str, int]:
+        """How many sessions tenants drive themselves, by tenant: not those of rollouts."""
+        return dict(Counter(one.tenant for one in list(self._sessions.values()) if one.remote))
 
     @property
     def worn_out(self) -> str | None:
@@ -138,6 +140,7 @@ class EnvironmentHost:
         *,
         isolation: Isolation = Isolation.THREAD,
         reuse: bool = False,
+        remote: bool = False,
     ) -> tuple[str, EnvironmentInfo]:
         """A new session: its id, and what a policy must know. With `reuse`, of an environment that
         the tenant parked, where there is one.
@@ -146,7 +149,7 @@ class EnvironmentHost:
         (this host is full) or `SimulatorError`.
         """
         check_request(request)
-        mine = self.sessions_by_tenant().get(tenant, 0)
+        mine = sum(one.tenant == tenant for one in self._sessions.values())
         if mine >= self.limits.max_per_tenant:
             raise QuotaError(
                 f"{tenant} has {mine} sessions on this host, as many as it may; close one first",
@@ -158,6 +161,7 @@ class EnvironmentHost:
         parked = self._parking.take((tenant, request, isolation)) if reuse else None
         if parked is not None and parked.info is not None and parked.runner.usable:
             parked.id, parked.last_used = secrets.token_hex(8), time.monotonic()
+            parked.remote = remote
             self._sessions[parked.id] = parked
             return parked.id, parked.info
         begun = time.monotonic()
@@ -167,6 +171,7 @@ class EnvironmentHost:
             request=request,
             isolation=isolation,
             runner=self._new_runner(isolation),
+            remote=remote,
         )
         self._sessions[one.id] = one
         try:

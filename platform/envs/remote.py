@@ -83,7 +83,8 @@ class RemoteSessions:
         tenant, session = str(message["tenant"]), str(message["session"])
         request: EnvironmentRequest = message["request"]
         # Known at once: the tenant's next call may come before the environment is made.
-        work = self._host.call(self._host.open(tenant, request, isolation=self._isolation))
+        opening = self._host.open(tenant, request, isolation=self._isolation, remote=True)
+        work = self._host.call(opening)
         self._names[tenant, session] = ""
 
         def opened(done: Future[Any]) -> None:

@@ -120,7 +120,7 @@ class HostStep(bootsteps.StartStopStep):  # type: ignore[misc]
                 capacity=settings.max_sessions,
                 in_flight=host().num_sessions,
                 accepting=worn_out is None,
-                tenants=host().sessions_by_tenant(),
+                tenants=host().remote_sessions(),
             )
             try:
                 table.announce(state)

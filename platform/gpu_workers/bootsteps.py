@@ -87,7 +87,6 @@ class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
 def _state_of(worker: str, device: str) -> dict[str, str | int]:
     return {
         "worker": worker,
-        "trainers": ",".join(one.worker for one in _runners.values()),
         "base_models": ",".join({*_runners, *_servers}),
         "device": device,
         "slots": sum(one.num_slots for one in _runners.values()),

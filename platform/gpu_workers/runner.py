@@ -395,10 +395,11 @@ class TrainingRunner:
         with work.on_job("settle", job):
             done = self._record(job, outcome, kind=kind)
         if done and tracing.is_on():
-            created_ms = int(self._services.ledger.descriptor(job.job_id)["created"])
-            tracing.root(
-                job.job_id, created_ms / 1000, time.time(), kind=kind, **work.attributes_of(job)
-            )
+            with contextlib.suppress(CodedError):  # the step has counted, with its trace or without
+                created_ms = int(self._services.ledger.descriptor(job.job_id)["created"])
+                tracing.root(
+                    job.job_id, created_ms / 1000, time.time(), kind=kind, **work.attributes_of(job)
+                )
         return done
 
     def _record(
@@ -463,8 +464,13 @@ class TrainingRunner:
 
     def _save(self, slot: Slot, mounted: Mounted, job: TrainingJob, *, position: int) -> None:
         with work.on_job("save", job):
-            with self._turns.training():
-                canary = self._canary.ask(slot.module)
+            canary = None
+            try:
+                with self._turns.training():
+                    canary = self._canary.ask(slot.module)
+            except MISFITS as error:  # the step has counted: it is saved without a canary
+                self._service.check_device(error)
+                _log.warning("action=canary_failed policy=%s reason=%r", job.policy_key, error)
             self._publisher.save(slot, mounted, job, position=position, canary=canary)
 
     def _drop_distrusted(self) -> None:

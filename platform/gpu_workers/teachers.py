@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from vla_platform.control.services import Services
+from vla_platform.errors import UnavailableError
 from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.module_source import PlatformModuleSource
@@ -14,7 +15,8 @@ from vla_platform.gpu_workers.module_versions import ModuleVersions
 from vla_platform.gpu_workers.weights import WeightStore
 from vla_platform.specs import TeacherSpec
 
-LOAD_S = 120.0
+WAIT_S = 2.0
+"""For a teacher that loads: others' training stands still meanwhile, and the job comes again."""
 
 
 class Teachers:
@@ -35,11 +37,15 @@ class Teachers:
 
     @contextmanager
     def get(self, tenant: str, teacher: TeacherSpec) -> Iterator[ActionModule]:
-        """Raises `NotFoundError` where that version is gone, `ModuleLoadError`."""
+        """Raises `NotFoundError` where that version is gone, `ModuleLoadError`, and
+        `UnavailableError` while it is being loaded."""
         key = f"{tenant}/{teacher.policy}"
         found = self._versions.acquire(key, teacher.version)
         while isinstance(found, Future):
-            found.result(LOAD_S)
+            try:
+                found.result(WAIT_S)
+            except TimeoutError as error:
+                raise UnavailableError(f"teacher {key} is still being loaded") from error
             found = self._versions.acquire(key, teacher.version)
         try:
             yield found.module

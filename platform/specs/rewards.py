@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from vla_platform.specs.base import Float, Int, Name, Spec
+
+
+class OnUnscored(StrEnum):
+    """What happens to a rollout whose grader or teacher is late or fails. Counted either way."""
+
+    KEEP_REWARD = "keep_reward"
+    """It goes on with the environment's rewards."""
+    DROP = "drop"
+    """It trains nothing; another rollout takes its place."""
+    FAIL = "fail"
+    """The run ends."""
 
 
 class HookSpec(Spec):
@@ -30,8 +42,8 @@ class ScoredReward(Spec):
     deadline_s: Float = Field(
         60.0, ge=1.0, le=1800.0, description="from the rollout's end; later scores are refused"
     )
-    on_failure: Literal["keep_reward", "drop", "fail"] = Field(
-        "drop",
+    on_failure: OnUnscored = Field(
+        OnUnscored.DROP,
         description="late or failed: train on the environment's rewards, drop the rollout, or end "
         "the run",
     )

@@ -69,3 +69,15 @@ def test_b75_secrets_of_urls_are_left_out(kind: str) -> None:
 def test_the_two_formats() -> None:
     assert isinstance(formatter("json"), JsonFormatter)
     assert isinstance(formatter("text"), TextFormatter)
+
+
+def test_b75_an_errors_text_does_not_look_like_a_line_of_its_own() -> None:
+    evil = "boom\n[2026-01-01 00:00:00,000: CRITICAL/x] action=all_is_lost\x1b[2J"
+    try:
+        raise ValueError(evil)
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "failed", (), sys.exc_info())
+    first, *rest = formatter("text").format(record).splitlines()
+    assert first.endswith("] failed")
+    assert len(rest) > 2
+    assert [part for part in rest if not part.startswith("    ") or "\x1b" in part] == []

@@ -57,12 +57,17 @@ end
 local RESERVED_OF = {'state', 'waits', 'target', 'step', 'durable_step', 'total_steps',
   'total_positions', 'next_position', 'max_in_flight', 'kind', 'harness', 'max_policy_staleness',
   'tenant', 'base_model', 'policy_key', 'lifecycle', 'schema_signature', 'priority', 'base_version',
-  'incarnation', 'scored_by', 'score_within_ms', 'on_unscored'}
+  'incarnation', 'scored_by', 'score_within_ms', 'on_unscored', 'recorded'}
 
 local function steps_environments(job_id, w)
   if w.kind ~= 'rl' or w.harness == '' then return end
   redis.call('SADD', 'vla:rollouts', job_id)
   redis.call('SADD', 'vla:tenant:' .. w.tenant .. ':rollouts', job_id)
+end
+
+local function producer_of(w)
+  if w.kind == 'sft' or w.recorded == '1' then return 'sft' end
+  return w.harness == '' and 'tenant' or 'rollout'
 end
 
 -- reserve(workload, lease_ms, limits_json): a running workload's next position -> reserved.
@@ -110,7 +115,7 @@ local function reserve(_, args)
     behavior_policy_version = tonumber(w.base_version) + tonumber(w.durable_step),
     base_version = w.base_version, state = 'reserved', attempt = 0, fence = 1,
     created_seq = redis.call('INCR', 'vla:seq:created'), created = at,
-    lease_expires = at + lease_ms, producer_role = rl and 'rollout' or 'sft',
+    lease_expires = at + lease_ms, producer_role = producer_of(w),
     consumer_role = 'training', scored_by = w.scored_by, score_within_ms = w.score_within_ms,
     on_unscored = w.on_unscored,
   }
@@ -121,7 +126,7 @@ local function reserve(_, args)
 end
 
 -- mark(job, fence, state, fields_json): the held job goes on as its lifecycle allows:
--- reserved -> ready | needs_actor_forward | needs_advantages; computing_* -> what follows.
+-- reserved -> ready | needs_scores | needs_actor_forward | needs_advantages; computing_* -> what follows.
 -- Returns 1 when no task is known to look at that queue, so a hint is due.
 local function mark(_, args)
   local job_id, state = args[1], args[3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -165,16 +166,20 @@ def test_grades_take_the_place_of_the_groups_rewards(
 
 
 @pytest.mark.parametrize("policy", ["keep_reward", "drop", "fail"])
-@pytest.mark.parametrize("how", ["raises", "nan", "short"])
+@pytest.mark.parametrize("how", ["raises", "nan", "short", "hangs"])
 def test_a_grader_that_fails_costs_what_the_spec_says_b39(
     services: Services, monkeypatch: pytest.MonkeyPatch, policy: str, how: str
 ) -> None:
     def broken(group: Sequence[EpisodeRows], options: Mapping[str, float]) -> list[float]:
         if how == "raises":
             raise KeyError("no such thing")
+        if how == "hangs":
+            threading.Event().wait(30)
         return [float("nan")] * len(group) if how == "nan" else []
 
-    run = start(services, reward={**use_grader(monkeypatch, broken), "on_failure": policy})
+    within = {"deadline_s": 1.0} if how == "hangs" else {}
+    reward = {**use_grader(monkeypatch, broken), "on_failure": policy, **within}
+    run = start(services, reward=reward)
     job = roll_out(services, run)
     grading.grade_waiting(services, "g")
     advantages.compute_ready(services, "adv")

@@ -62,7 +62,7 @@ def some(app: Celery, control_redis_url: str, monkeypatch: pytest.MonkeyPatch) -
     ledger.client.hset("vla:t:a:policies", "push", "tiny")
     ledger.publish_version("a/push", 7, base_model="tiny")
     sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(dispatch, "evaluate", lambda **given: sent.append(given))
+    monkeypatch.setattr(dispatch, "evaluate", lambda **given: sent.append(given) or True)
     yield Some(ledger, MemoryObjectStore(), Kept(), sent)
     ledger.close()
 

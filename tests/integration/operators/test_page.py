@@ -113,7 +113,7 @@ def test_it_tells_what_the_ledger_says(url: str, ledger: Ledger) -> None:
 def test_it_tells_how_busy_devices_are_and_how_stale_samples(url: str, ledger: Ledger) -> None:
     start(ledger, "run-1")
     report = GpuReport(
-        worker="gpu-1@host", trainers="gpu-x", base_models="tiny", device="cpu",
+        worker="gpu-1@host", base_models="tiny", device="cpu",
         training_share=0.5, inference_share=0.25, slots=3,
     )  # fmt: skip
     keep_report(ledger.client, report)

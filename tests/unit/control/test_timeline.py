@@ -43,6 +43,16 @@ def test_every_stage_has_its_place() -> None:
     assert (found[0].note, found[6].where, found[7].where) == ("64 samples", "gpu-1", "p/rl-1/1")
 
 
+def test_a_graded_rollout_ends_where_its_grading_begins() -> None:
+    graded = {**RL, "at:needs_scores": "2000", "at:computing_scores": "2250"}
+    assert brief(phases(graded, []))[:4] == [
+        ("rollout", 1.0, 2.0),
+        ("waits for scores", 2.0, 2.25),
+        ("scores", 2.25, 3.0),
+        ("waits for actor_forward", 3.0, 3.5),
+    ]
+
+
 def test_a_job_that_goes_on_has_an_open_end() -> None:
     young = {name: RL[name] for name in ("job_id", "workload", "created", "producer_role")}
     assert brief(phases({**young, "state": "reserved"}, [])) == [("rollout", 1.0, None)]

@@ -245,6 +245,18 @@ def test_capacity_is_per_tenant_and_the_refusal_says_so(
         opened(host, faulty(), tenant="c")
 
 
+def test_sessions_that_a_tenant_drives_are_told_apart_from_its_rollouts(
+    make_host: MakeHost, faulty: Request
+) -> None:
+    """Its quota of those is over all hosts, and a rollout's sessions it cannot close."""
+    host = make_host()
+    opened(host, faulty(), tenant="a")
+    remote, _ = host.call(host.open("a", faulty(), remote=True)).result(20)
+    assert host.remote_sessions() == {"a": 1}
+    host.call(host.close("a", remote)).result(20)
+    assert (host.remote_sessions(), host.num_sessions) == ({}, 1)
+
+
 def test_another_tenants_session_is_not_found_like_an_unknown_one(
     make_host: MakeHost, faulty: Request, one_action: Any
 ) -> None:
