@@ -1,8 +1,8 @@
 """Reinforcement learning in a real simulator: `make demo-full`. One tenant, PushCube-v1.
 
 ManiSkill simulates. Its scripted expert shows how; a short fine-tuning learns part of it from
-pixels; PPO improves on that by the task's own success alone. Success is evaluated before and after
-on scenes that no rollout draws. Curves and films lie in var/demo-full.
+pixels; PPO goes on from there by the task's own success alone. Success is evaluated before and
+after on scenes that no rollout draws. Curves and films lie in var/demo-full.
 """
 
 from __future__ import annotations

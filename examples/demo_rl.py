@@ -39,14 +39,14 @@ LEARNING: dict[str, dict[str, Any]] = {
         "rollout": {"num_envs": 64, "horizon": 4},
         "algorithm": {"kind": "ppo", "epochs": 4, "minibatches": 4, "gamma": 0.9},
         "optimizer": {"lr": 2e-4, "schedule": {"kind": "linear", "min_lr": 4e-5}},
-        "updates": 50,
+        "updates": 60,
     },
     "grpo-lab": {
         "rollout": {"num_envs": 128, "horizon": 4, "group_size": 8, "whole_episodes": True},
         # Not scaled: groups that nearly all succeed differ by what does not matter.
         "algorithm": {"kind": "grpo", "epochs": 2, "minibatches": 4, "scale": False},
         "optimizer": {"lr": 2.5e-4, "schedule": {"kind": "linear", "min_lr": 1e-4}},
-        "updates": 48,
+        "updates": 52,
     },
 }
 # Wide enough to find better actions with few episodes.

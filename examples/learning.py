@@ -32,7 +32,7 @@ class Lesson:
     episodes: int = 128  # of an evaluation
     num_envs: int = 32  # of an evaluation
     num_videos: int = 4
-    timeout_s: float = 900.0  # for each of the four parts
+    timeout_s: float = 1500.0  # for each of the four parts
 
     def learning_spec(self, checkpoint: str) -> dict[str, Any]:
         return {
