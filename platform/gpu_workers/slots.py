@@ -26,8 +26,8 @@ from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.action_modules.build import build_action_module
 from vla_platform.gpu_workers.action_modules.stochastic import trained_by_rl
 from vla_platform.gpu_workers.algorithms.awr import WeightedSamples, run_awr_update
+from vla_platform.gpu_workers.algorithms.minibatches import MAX_TOKENS
 from vla_platform.gpu_workers.algorithms.policy_gradient import (
-    MAX_TOKENS,
     PolicySamples,
     PolicyUpdate,
     run_policy_update,

@@ -25,7 +25,8 @@ from vla_platform.errors import (
     PlatformError,
     UnsoundWorkerError,
 )
-from vla_platform.gpu_workers.algorithms.policy_gradient import MAX_TOKENS, PolicyUpdate
+from vla_platform.gpu_workers.algorithms.minibatches import MAX_TOKENS
+from vla_platform.gpu_workers.algorithms.policy_gradient import PolicyUpdate
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.canonical import Row
 from vla_platform.gpu_workers.device import is_alive

@@ -7,22 +7,16 @@ the module's own regression loss, so it fits every action module. Shapes: B rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, Tensor
 
 from vla_platform.gpu_workers.action_modules.base import ActionModule
-from vla_platform.gpu_workers.algorithms.policy_gradient import (
-    MAX_TOKENS,
-    Descent,
-    PolicyUpdate,
-    mean_over,
-)
+from vla_platform.gpu_workers.algorithms.minibatches import MAX_TOKENS, Descent, descend
+from vla_platform.gpu_workers.algorithms.policy_gradient import PolicyUpdate
 from vla_platform.gpu_workers.algorithms.ppo import Totals, value_loss
 from vla_platform.gpu_workers.algorithms.sft import Samples
-from vla_platform.rl.packing import micro_batches
 from vla_platform.specs import AWRSpec
 
 
@@ -45,14 +39,16 @@ class WeightedSamples:
             None if self.returns is None else self.returns[index],
         )
 
-    def passes(self, max_tokens: int) -> Iterator[WeightedSamples]:
-        """These rows in parts of at most `max_tokens` tokens, without needless padding."""
-        for part in micro_batches(self.samples.feature.lengths, max_tokens=max_tokens):
-            found = self
-            if len(part) < self.num_rows:
-                found = self.rows(torch.tensor(part, device=self.advantages.device))
-            trimmed = replace(found.samples, feature=found.samples.feature.trimmed())
-            yield replace(found, samples=trimmed)
+    @property
+    def valid(self) -> Tensor:
+        return self.samples.valid
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.samples.feature.lengths
+
+    def trimmed(self) -> WeightedSamples:
+        return replace(self, samples=replace(self.samples, feature=self.samples.feature.trimmed()))
 
 
 @dataclass(frozen=True)
@@ -104,42 +100,25 @@ def run_awr_update(
     descent: Descent,
     max_tokens: int = MAX_TOKENS,
 ) -> PolicyUpdate:
-    """All epochs of an update. A minibatch in which nothing is valid takes no step (PF-31)."""
-    found: list[AWRLoss] = []
-    norms: list[float] = []
-    steps = num_passes = 0
-    for _ in range(algorithm.epochs):
-        found, norms = [], []
-        order = torch.randperm(given.num_rows, generator=generator)
-        for index in torch.tensor_split(order, min(algorithm.minibatches, given.num_rows)):
-            part = given.rows(index.to(given.advantages.device))
-            if not bool(part.samples.valid.any()):
-                continue
-            totals = Totals.of(part.samples.valid)
-            shares: list[AWRLoss] = []
-            for one in part.passes(max_tokens):
-                share = awr_loss(module, one, algorithm, generator=generator, totals=totals)
-                descent.add(share.total)
-                shares.append(share)
-            num_passes += len(shares)
-            found.append(_sum_of(shares))
-            norms.append(descent.step())
-            steps += 1
+    """All epochs of an update."""
+    found = descend(
+        given,
+        lambda part, totals: awr_loss(
+            module, part, algorithm, generator=generator, totals=totals
+        ),
+        epochs=algorithm.epochs, minibatches=algorithm.minibatches, generator=generator,
+        descent=descent, max_tokens=max_tokens,
+    )  # fmt: skip
     return PolicyUpdate(
-        loss=mean_over([loss.total for loss in found]),
-        policy_loss=mean_over([loss.policy for loss in found]),
-        value_loss=mean_over([loss.value for loss in found]),
+        loss=found.mean("total"),
+        policy_loss=found.mean("policy"),
+        value_loss=found.mean("value"),
         entropy=0.0,
         approx_kl=0.0,
-        clip_fraction=mean_over([loss.clip_fraction for loss in found]),
-        grad_norm=sum(norms) / len(norms) if norms else 0.0,
+        clip_fraction=found.mean("clip_fraction"),
+        grad_norm=found.grad_norm,
         num_rows=given.num_rows,
-        optimizer_steps=steps,
-        num_passes=num_passes,
+        optimizer_steps=found.steps,
+        num_passes=found.passes,
         stopped_early=False,
     )
-
-
-def _sum_of(shares: list[AWRLoss]) -> AWRLoss:
-    each = [[getattr(one, field.name).detach() for one in shares] for field in fields(AWRLoss)]
-    return AWRLoss(*(torch.stack(found).sum() for found in each))

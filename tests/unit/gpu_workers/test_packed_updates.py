@@ -18,6 +18,7 @@ from tests.unit.gpu_workers.test_policy_gradient import (
     noise_of,
     slot_of,
 )
+from vla_platform.gpu_workers.algorithms.minibatches import passes
 from vla_platform.gpu_workers.algorithms.policy_gradient import PolicySamples, loss_config
 from vla_platform.gpu_workers.algorithms.ppo import RolloutSamples, Totals, policy_loss
 from vla_platform.gpu_workers.backbone import FeatureKind
@@ -143,6 +144,6 @@ def test_an_update_that_stops_early_takes_nothing_of_its_last_minibatch() -> Non
 def test_a_batch_that_fits_is_not_touched() -> None:
     slot = slot_of(MODULES[0], PPOSpec())
     samples = policy_rows(slot)
-    (one,) = samples.passes(10**9)
+    (one,) = passes(samples, max_tokens=10**9)
     assert one.latent is samples.latent
     assert one.feature is samples.feature
