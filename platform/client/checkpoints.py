@@ -68,7 +68,7 @@ class CheckpointShelf:
         dry_run: bool = True,
     ) -> RetentionPlan:  # fmt: skip
         """What the rules keep and remove; with `dry_run` False it is removed. What is in use by an
-        evaluation, or as the beginning of a run, stays."""
+        evaluation, as the beginning of a run or as its teacher, stays."""
         (plan,) = self._change(
             {
                 "what": "prune", "policy": policy, "keep_last": keep_last, "keep_best": keep_best,

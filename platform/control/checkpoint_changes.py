@@ -1,7 +1,7 @@
 """What tenants decide about their checkpoints: pins, names, times to live, removal.
 
 Tenants only read what the platform published, so the platform carries it out; what is in use by an
-evaluation or as the beginning of a run stays whatever is asked (B66).
+evaluation, as the beginning of a run or as its teacher stays whatever is asked (B66).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     vla:w:<run>:evaluated         set   steps of which the run's own evaluation was begun
 
 What is noted here is sent until its record is in the object store. The checkpoints that these
-evaluations act with, and those that runs begin from, are in use: no rule removes them.
+evaluations act with, that runs begin from and that teach them are in use: no rule removes them.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ def keep_score(services: Services, record: EvaluationRecord) -> None:
 
 
 def in_use(client: Any, tenant: str) -> set[str]:
-    """Ids of the checkpoints that evaluations under way act with, or that runs begin from.
+    """Ids of the checkpoints that evaluations under way act with, that runs begin from, or that
+    teach them.
 
     Raises `UnavailableError`.
     """
@@ -184,8 +185,8 @@ def in_use(client: Any, tenant: str) -> set[str]:
         runs = client.sunion([f"vla:tenant:{tenant}:{state}" for state in states])
         with client.pipeline(transaction=False) as pipe:
             for run in runs:
-                pipe.hget(f"vla:w:{run}", "init_from")
-            found.update(pipe.execute())
+                pipe.hmget(f"vla:w:{run}", "init_from", "teacher")
+            found.update(*pipe.execute())
     return {one for one in found if one}
 
 

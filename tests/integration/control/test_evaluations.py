@@ -16,6 +16,7 @@ from vla_platform.control import dispatch, evaluations, schedules
 from vla_platform.control.checkpoint_changes import change, plan_of
 from vla_platform.control.evaluations import Outstanding, begin_if_due, evaluations_key, in_use
 from vla_platform.control.ledger import Ledger
+from vla_platform.control.workloads import ledger_fields, teacher_checkpoint
 from vla_platform.envs.evaluation_records import EvaluationRecord
 from vla_platform.errors import SpecError, UnavailableError
 from vla_platform.metrics.events import Event
@@ -187,6 +188,30 @@ def test_b66_a_checkpoint_in_use_is_not_removed_whoever_asks(
     change(some, "a", json.dumps({"what": "prune", "policy": "reach", "keep_last": 1,
                                   "dry_run": False}))  # fmt: skip
     assert [ref.step for ref in some.store.list("reach")] == [20, 40]
+
+
+@pytest.mark.parametrize("version", [10, f"reach/{RUN}/10"])
+def test_the_teacher_of_a_running_distillation_is_in_use(
+    some: Any, make_checkpoint: Make, version: int | str
+) -> None:
+    for step in (10, 20, 30):
+        some.store.save(make_checkpoint(step, workload=RUN))
+    spec = parse_spec(
+        {
+            "kind": "rl", "policy": "student", "init_from": f"reach/{RUN}/20", "updates": 5,
+            "environment": {"id": "tabletop/reach"},
+            "reward": {"kind": "distillation", "teacher": {"policy": "reach", "version": version}},
+        }
+    )  # fmt: skip
+    teacher = teacher_checkpoint(some.store, spec)
+    fields = ledger_fields("a", spec, content=b"", schema_signature="s", teacher=teacher)
+    some.ledger.submit("rl-1", fields, max_pending=9)
+    assert {f"reach/{RUN}/10", f"reach/{RUN}/20"} == in_use(some.ledger.client, "a")
+    ids = [f"reach/{RUN}/10"]
+    change(some, "a", json.dumps({"what": "delete", "checkpoints": ids, "dry_run": False}))
+    assert [ref.step for ref in some.store.list("reach")] == [10, 20, 30]
+    some.ledger.cancel("rl-1")
+    assert set() == in_use(some.ledger.client, "a")
 
 
 def test_the_best_by_evaluation_stay(some: Any, make_checkpoint: Make) -> None:
