@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -91,10 +91,30 @@ def send(tenant: str, known: Outstanding) -> None:
 def heard(services: Services, tenant: str, evaluation_id: str) -> None:
     """An evaluation makes progress."""
     client = services.ledger.client
-    raw = client.hget(evaluations_key(tenant), evaluation_id)
-    if raw is not None:
-        known = replace(Outstanding.from_json(raw), sent=now(client))
-        client.hset(evaluations_key(tenant), evaluation_id, known.to_json())
+    at = now(client)
+    changed(client, tenant, evaluation_id, lambda known: replace(known, sent=at))
+
+
+def changed(
+    client: Any,
+    tenant: str,
+    evaluation_id: str,
+    change: Callable[[Outstanding], Outstanding | None],
+) -> Outstanding | None:
+    """Compare-and-swap of what is noted of an evaluation; returns what became of it. None: it has
+    ended, which stays so, or `change` left it as it is."""
+    key = evaluations_key(tenant)
+
+    def swap(pipe: Any) -> Outstanding | None:
+        raw = pipe.hget(key, evaluation_id)
+        known = None if raw is None else change(Outstanding.from_json(raw))
+        pipe.multi()
+        if known is not None:
+            pipe.hset(key, evaluation_id, known.to_json())
+        return known
+
+    found: Outstanding | None = client.transaction(swap, key, value_from_callable=True)
+    return found
 
 
 def begin_if_due(

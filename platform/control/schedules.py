@@ -30,6 +30,7 @@ from vla_platform.control.evaluations import (
     RESEND_S,
     Outstanding,
     asked_of,
+    changed,
     checkpoint_of,
     evaluations_key,
     now,
@@ -277,6 +278,12 @@ def resend_lost(services: Services, tenant: str) -> int:
     client = services.ledger.client
     at = now(client)
     sent = 0
+
+    def counted(known: Outstanding) -> Outstanding | None:
+        if at - known.sent < RESEND_S:
+            return None  # somebody was heard of meanwhile, or sent it
+        return replace(known, sent=at, num_sends=known.num_sends + 1)
+
     for evaluation_id, raw in client.hgetall(evaluations_key(tenant)).items():
         known = Outstanding.from_json(raw)
         if at - known.sent < RESEND_S:
@@ -286,9 +293,7 @@ def resend_lost(services: Services, tenant: str) -> int:
             finished(services, tenant, evaluation_id)
         elif known.num_sends >= MOST_SENDS:
             finished(services, tenant, evaluation_id, error=f"no end after {MOST_SENDS} tries")
-        else:
-            again = replace(known, sent=at, num_sends=known.num_sends + 1)
-            client.hset(evaluations_key(tenant), evaluation_id, again.to_json())
+        elif (again := changed(client, tenant, evaluation_id, counted)) is not None:
             try:
                 send(tenant, again)
                 sent += 1

@@ -143,6 +143,41 @@ def test_what_could_not_be_sent_is_sent_by_the_reconciler(
     assert schedules.resend_lost(some, "a") == 0
 
 
+def test_what_ended_meanwhile_is_not_noted_again(some: Any, make_checkpoint: Make) -> None:
+    """An evaluation ends between a reader's look and its write."""
+    begun(some, make_checkpoint, 10)
+    looks: list[int] = []
+
+    def ends(known: Outstanding) -> Outstanding:
+        looks.append(known.num_sends)
+        some.ledger.client.hdel(evaluations_key("a"), known.evaluation_id)
+        return replace(known, num_sends=known.num_sends + 1)
+
+    assert evaluations.changed(some.ledger.client, "a", f"{RUN}-10", ends) is None
+    assert (looks, some.outstanding()) == ([1], [])
+    evaluations.heard(some, "a", f"{RUN}-10")
+    assert some.outstanding() == []
+
+
+def test_how_often_it_was_sent_survives_what_is_heard_meanwhile(
+    some: Any, make_checkpoint: Make
+) -> None:
+    begun(some, make_checkpoint, 10)
+    (before,) = some.outstanding()
+    looks: list[int] = []
+
+    def heard_meanwhile(known: Outstanding) -> Outstanding:
+        if not looks:
+            evaluations.heard(some, "a", f"{RUN}-10")
+        looks.append(known.num_sends)
+        return replace(known, num_sends=known.num_sends + 1)
+
+    evaluations.changed(some.ledger.client, "a", f"{RUN}-10", heard_meanwhile)
+    (known,) = some.outstanding()
+    assert (looks, known.num_sends) == ([1, 1], 2)
+    assert known.sent > before.sent
+
+
 def test_one_that_fails_for_good_is_told_in_its_runs_events(
     some: Any, make_checkpoint: Make
 ) -> None:
