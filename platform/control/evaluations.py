@@ -14,12 +14,13 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from typing import Any
 
 import redis
 from kombu.exceptions import OperationalError
 
-from vla_platform.control import dispatch
+from vla_platform.control import dispatch, usage
 from vla_platform.control.services import Services
 from vla_platform.envs.evaluation_records import EvaluationArchive, EvaluationRecord
 from vla_platform.errors import UnavailableError
@@ -177,7 +178,10 @@ def _note(client: Any, tenant: str, run: str, step: int, known: Outstanding) -> 
 
 
 def keep_score(services: Services, record: EvaluationRecord) -> None:
-    """Let retention know how well the evaluated checkpoint did; the latest evaluation counts."""
+    """Let retention know how well the evaluated checkpoint did; the latest evaluation counts.
+
+    Raises what the store raises; a checkpoint that is gone or damaged needs no score.
+    """
     raw = services.ledger.client.hget(evaluations_key(record.tenant), record.evaluation_id)
     checkpoint = Outstanding.from_json(raw).checkpoint if raw is not None else ""
     if not checkpoint:
@@ -189,6 +193,31 @@ def keep_score(services: Services, record: EvaluationRecord) -> None:
         set_mark(store, checkpoint, score=record.success_rate)
     except CheckpointError as error:
         _log.warning("action=score_not_kept checkpoint=%s reason=%s", checkpoint, error)
+
+
+def take_off(
+    client: Any, tenant: str, evaluation_id: str, record: EvaluationRecord | None = None
+) -> None:
+    """An evaluation is under way no longer; what its record used is charged in the same step."""
+    key, day = evaluations_key(tenant), usage.today(client)
+
+    def end(pipe: Any) -> None:
+        is_known = pipe.hexists(key, evaluation_id)
+        pipe.multi()
+        if is_known:
+            pipe.hdel(key, evaluation_id)
+            if record is not None:
+                charge(pipe, record, day)
+
+    client.transaction(end, key)
+
+
+def charge(pipe: Any, record: EvaluationRecord, day: date) -> None:
+    """On a pipeline or a client."""
+    usage.count(
+        pipe, record.tenant, day, policy=record.policy_key.partition("/")[2],
+        workload=record.evaluation_id, amounts={usage.Use.SIMULATOR_S: record.seconds},
+    )  # fmt: skip
 
 
 def in_use(client: Any, tenant: str) -> set[str]:

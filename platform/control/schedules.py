@@ -26,15 +26,13 @@ from pydantic import ValidationError
 
 from vla_platform.control import dispatch
 from vla_platform.control.evaluations import (
-    MOST_SENDS,
-    RESEND_S,
     Outstanding,
     asked_of,
-    changed,
     checkpoint_of,
     evaluations_key,
     now,
     send,
+    take_off,
 )
 from vla_platform.control.schedule_policy import (
     Looked,
@@ -46,7 +44,7 @@ from vla_platform.control.schedule_policy import (
     moved,
 )
 from vla_platform.control.services import Services
-from vla_platform.envs.evaluation_records import EvaluationArchive
+from vla_platform.envs.evaluation_records import EvaluationRecord
 from vla_platform.envs.suites import suite
 from vla_platform.errors import ConflictError, NotFoundError, QuotaError, SpecError
 from vla_platform.metrics.events import Event
@@ -248,8 +246,16 @@ def set_aside(services: Services, tenant: str, name: str, reason: str) -> None:
     services.emitter.emit(Event(tenant=tenant, workload=WORKLOAD, kind="schedule", values=values))
 
 
-def finished(services: Services, tenant: str, evaluation_id: str, *, error: str = "") -> None:
-    """An evaluation is over, well or not; one that waited for it begins. Safe to repeat."""
+def finished(
+    services: Services,
+    tenant: str,
+    evaluation_id: str,
+    *,
+    error: str = "",
+    record: EvaluationRecord | None = None,
+) -> None:
+    """An evaluation is over, well or not; one that waited for it begins. Safe to repeat: what its
+    `record` used is charged once."""
     client = services.ledger.client
     raw = client.hget(evaluations_key(tenant), evaluation_id)
     if raw is None:
@@ -268,38 +274,9 @@ def finished(services: Services, tenant: str, evaluation_id: str, *, error: str 
         services.emitter.emit(
             Event(tenant=tenant, workload=known.run, kind="evaluation", values=values)
         )
-    client.hdel(evaluations_key(tenant), evaluation_id)
+    take_off(client, tenant, evaluation_id, record)
     for at in fire:
         _fire(services, tenant, known.schedule, at)
-
-
-def resend_lost(services: Services, tenant: str) -> int:
-    """Send again what nothing was heard of, and give up what was sent too often."""
-    client = services.ledger.client
-    at = now(client)
-    sent = 0
-
-    def counted(known: Outstanding) -> Outstanding | None:
-        if at - known.sent < RESEND_S:
-            return None  # somebody was heard of meanwhile, or sent it
-        return replace(known, sent=at, num_sends=known.num_sends + 1)
-
-    for evaluation_id, raw in client.hgetall(evaluations_key(tenant)).items():
-        known = Outstanding.from_json(raw)
-        if at - known.sent < RESEND_S:
-            continue
-        archive = EvaluationArchive(services.objects, tenant, evaluation_id)
-        if archive.record() is not None:
-            finished(services, tenant, evaluation_id)
-        elif known.num_sends >= MOST_SENDS:
-            finished(services, tenant, evaluation_id, error=f"no end after {MOST_SENDS} tries")
-        elif (again := changed(client, tenant, evaluation_id, counted)) is not None:
-            try:
-                send(tenant, again)
-                sent += 1
-            except (CodedError, ValueError) as error:
-                finished(services, tenant, evaluation_id, error=str(error))
-    return sent
 
 
 def restore(services: Services, tenant: str) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform import work
-from vla_platform.control import evaluations, schedules, trends, usage
+from vla_platform.control import evaluations, schedules
 from vla_platform.control.leases import Keeper, alone
 from vla_platform.control.services import services
+from vla_platform.control.settlement import settle
 from vla_platform.envs.evaluation import evaluate
-from vla_platform.envs.evaluation_records import EvaluationArchive
 from vla_platform.envs.suites import suite
 from vla_platform.errors import LeaseLostError
 from vla_platform.metrics.events import Event
@@ -26,8 +26,6 @@ def run(self: Task, **asked: Any) -> dict[str, Any]:
     found = services()
     tenant, evaluation_id = asked["tenant"], asked["evaluation_id"]
     lease_s = found.settings.lease_s
-    if self.request.retries and EvaluationArchive(found.objects, tenant, evaluation_id).record():
-        return {}
     with alone(found.ledger, f"{tenant}/evaluations/{evaluation_id}", lease_s=lease_s) as keeper:
         if keeper is None:
             raise self.retry(countdown=lease_s)
@@ -87,12 +85,5 @@ def play(
         if not error.retryable:
             schedules.finished(found, tenant, evaluation_id, error=str(error))
         raise
-    trends.record(found, record)
-    evaluations.keep_score(found, record)
-    schedules.finished(found, tenant, evaluation_id)
-    client = found.ledger.client
-    usage.count(
-        client, tenant, usage.today(client), policy=policy_key.partition("/")[2],
-        workload=evaluation_id, amounts={usage.Use.SIMULATOR_S: record.seconds},
-    )  # fmt: skip
+    settle(found, record)
     return {**asdict(record), "episodes": len(record.episodes)}

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from vla_platform.control import dispatch, evaluations, schedules
+from vla_platform.control import dispatch, evaluations, schedules, settlement, usage
 from vla_platform.control.checkpoint_changes import change, plan_of
 from vla_platform.control.evaluations import Outstanding, begin_if_due, evaluations_key, in_use
 from vla_platform.control.ledger import Ledger
+from vla_platform.control.trends import read_trend
 from vla_platform.control.workloads import ledger_fields, teacher_checkpoint
 from vla_platform.envs.evaluation_records import EvaluationRecord
 from vla_platform.errors import SpecError, UnavailableError
 from vla_platform.metrics.events import Event
 from vla_platform.specs import parse_spec
-from vla_storage.checkpoints import Checkpoint, CheckpointStore
-from vla_storage.errors import CheckpointNotFoundError
+from vla_storage.checkpoints import Checkpoint, CheckpointRef, CheckpointStore
+from vla_storage.errors import CheckpointNotFoundError, StorageUnavailableError
 from vla_storage.marks import read_marks
 from vla_storage.objects import MemoryObjectStore
 from vla_storage.retention import apply_retention
@@ -35,6 +36,7 @@ SPEC = parse_spec(
         "evaluation": {"every_updates": 10, "suite": "tabletop/reach", "episodes": 3, "videos": 1},
     }
 )  # fmt: skip
+REF = CheckpointRef.parse(f"reach/{RUN}/10")
 Make = Callable[..., Checkpoint]
 
 
@@ -138,9 +140,9 @@ def test_what_could_not_be_sent_is_sent_by_the_reconciler(
         broken.setattr(dispatch, "evaluate", down)
         assert f"{RUN}-10" == begun(some, make_checkpoint, 10)
     assert some.sent == []
-    assert schedules.resend_lost(some, "a") == 1
+    assert settlement.resend_lost(some, "a") == 1
     assert (len(some.sent), some.outstanding()[0].num_sends) == (1, 2)
-    assert schedules.resend_lost(some, "a") == 0
+    assert settlement.resend_lost(some, "a") == 0
 
 
 def test_what_ended_meanwhile_is_not_noted_again(some: Any, make_checkpoint: Make) -> None:
@@ -262,6 +264,60 @@ def test_the_best_by_evaluation_stay(some: Any, make_checkpoint: Make) -> None:
     late = replace(some_outstanding(f"{RUN}-20", f"reach/{RUN}/20"), evaluation_id=f"{RUN}-20")
     some.ledger.client.hset(evaluations_key("a"), f"{RUN}-20", late.to_json())
     evaluations.keep_score(some, record_of(f"{RUN}-20", 1.0))
+
+
+def simulator_s(some: Any) -> float:
+    client = some.ledger.client
+    return float(usage.statement(client, "a", usage.today(client)).totals.get("simulator_s", 0.0))
+
+
+def test_an_evaluation_is_settled_once_however_often_its_message_comes(
+    some: Any, make_checkpoint: Make
+) -> None:
+    begun(some, make_checkpoint, 10)
+    record = record_of(f"{RUN}-10", 0.5)
+    threads = [threading.Thread(target=settlement.settle, args=(some, record)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    settlement.settle(some, record)
+    assert (simulator_s(some), some.outstanding()) == (1.0, [])
+    assert [f"{RUN}-10"] == [one.evaluation_id for one in read_trend(some.objects, "a", "reach")]
+    assert read_marks(some.objects, "a", "reach").mark(REF).score == 0.5
+
+
+def test_one_that_was_given_up_or_never_noted_is_charged_once_when_it_ends(some: Any) -> None:
+    for _ in range(2):
+        settlement.settle(some, record_of("by-hand", 0.5))
+    assert simulator_s(some) == 1.0
+
+
+def test_what_its_player_could_not_settle_is_settled_by_the_reconciler(
+    some: Any, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store refused the score; the record was there already."""
+    begun(some, make_checkpoint, 10)
+    record = record_of(f"{RUN}-10", 0.5)
+    some.objects.put(f"a/evaluations/{RUN}-10/record.json", record.to_json())
+
+    put = some.objects.put
+
+    def refused(key: str, *given: Any, **more: Any) -> Any:
+        if key.endswith("/marks.json"):
+            raise StorageUnavailableError("the store does not answer")
+        return put(key, *given, **more)
+
+    monkeypatch.setattr(settlement, "RESEND_S", 0.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(some.objects, "put", refused)
+        with pytest.raises(StorageUnavailableError):
+            settlement.settle(some, record)
+        assert settlement.resend_lost(some, "a") == 0
+    assert (simulator_s(some), len(some.outstanding())) == (0.0, 1)
+    assert settlement.resend_lost(some, "a") == 0
+    assert (simulator_s(some), some.outstanding()) == (1.0, [])
+    assert read_marks(some.objects, "a", "reach").mark(REF).score == 0.5
 
 
 def some_outstanding(evaluation_id: str, checkpoint: str) -> Outstanding:

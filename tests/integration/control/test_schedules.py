@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from vla_platform.control import dispatch, schedules
+from vla_platform.control import dispatch, schedules, settlement
 from vla_platform.control.beat import IsolatedEntry, Scheduler
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.schedule_policy import ScheduleState
@@ -248,11 +248,11 @@ def test_what_was_sent_and_not_heard_of_is_sent_again_and_given_up(
     add(some)
     make_due(some)
     schedules.look_at_due(some)
-    assert schedules.resend_lost(some, "a") == 0
-    monkeypatch.setattr(schedules, "RESEND_S", 0.0)
+    assert settlement.resend_lost(some, "a") == 0
+    monkeypatch.setattr(settlement, "RESEND_S", 0.0)
     for _ in range(4):
-        schedules.resend_lost(some, "a")
-    assert len(some.sent) == schedules.MOST_SENDS
+        settlement.resend_lost(some, "a")
+    assert len(some.sent) == settlement.MOST_SENDS
     assert "no end after" in state(some).last_error
     assert state(some).running == {}
 
