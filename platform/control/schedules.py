@@ -34,6 +34,7 @@ from vla_platform.control.evaluations import (
     send,
     take_off,
 )
+from vla_platform.control.requests import token_of
 from vla_platform.control.schedule_policy import (
     Looked,
     ScheduleState,
@@ -148,9 +149,11 @@ def _begin(services: Services, tenant: str, schedule: EvaluationSchedule) -> Non
     dispatch.schedule_hint(tenant, schedule.name, cron=schedule.cron, timezone=schedule.timezone)
 
 
-def change(services: Services, tenant: str, name: str, what: str) -> dict[str, Any]:
+def change(
+    services: Services, tenant: str, name: str, what: str, request_id: str
+) -> dict[str, Any]:
     """`pause`, `resume`, `run-now` or `remove`. Raises `NotFoundError`, also for another tenant's,
-    and `SpecError`. All are safe to repeat; `run-now` runs once more each time."""
+    and `SpecError`. All are safe to repeat; `run-now` runs once for each request."""
     if services.ledger.client.hget(state_key(tenant), name) is None:
         raise NotFoundError(f"no schedule {name[:80]}", schedule=name[:80])
     if what == "remove":
@@ -169,7 +172,7 @@ def change(services: Services, tenant: str, name: str, what: str) -> dict[str, A
         return {"schedule": name, "state": "enabled" if state.enabled else "paused"}
     if what == "run-now":
         at = now(services.ledger.client)
-        found = _fire(services, tenant, name, at, suffix=f"-{int(at % 1 * 1000):03d}")
+        found = _fire(services, tenant, name, at, token=token_of(tenant, request_id))
         return {"schedule": name, "evaluation": found}
     raise SpecError(f"{what[:40]!r}: use pause, resume, run-now or remove", problems=[])
 
@@ -297,10 +300,13 @@ def restore(services: Services, tenant: str) -> int:
     return restored
 
 
-def _fire(services: Services, tenant: str, name: str, at: float, *, suffix: str = "") -> str | None:
-    """Resolve the version once and send; None where that is not possible, which is counted."""
+def _fire(services: Services, tenant: str, name: str, at: float, *, token: str = "") -> str | None:
+    """Resolve the version once and send; None where that is not possible, which is counted.
+
+    `token`: of the request that asks for it beside its times.
+    """
     stamp = datetime.fromtimestamp(at, UTC).strftime("%Y%m%dT%H%M%S")
-    evaluation_id = f"{name}-{stamp}{suffix}"
+    evaluation_id = f"{name}-{token or stamp}"
     client = services.ledger.client
     try:
         spec = _load(services, tenant, name).evaluation
@@ -327,7 +333,9 @@ def _fire(services: Services, tenant: str, name: str, at: float, *, suffix: str 
         checkpoint=checkpoint,
         asked=asked_of(spec),
     )
-    client.hset(evaluations_key(tenant), evaluation_id, known.to_json())
+    is_new = client.hsetnx(evaluations_key(tenant), evaluation_id, known.to_json())
+    if token and not is_new:
+        return evaluation_id  # the same request, by another thread
     _swap(
         services, tenant, name,
         lambda s, _: Looked(state=begun(s, evaluation_id, at)),
