@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from vla_platform.control import dispatch, evaluations, schedules, settlement, usage
+from vla_platform.client.checkpoints import CheckpointShelf
+from vla_platform.control import (
+    checkpoint_changes,
+    dispatch,
+    evaluations,
+    schedules,
+    settlement,
+    usage,
+)
 from vla_platform.control.checkpoint_changes import change, plan_of
 from vla_platform.control.evaluations import Outstanding, begin_if_due, evaluations_key, in_use
 from vla_platform.control.ledger import Ledger
@@ -26,7 +34,7 @@ from vla_storage.checkpoints import Checkpoint, CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointNotFoundError, StorageUnavailableError
 from vla_storage.marks import read_marks
 from vla_storage.objects import MemoryObjectStore
-from vla_storage.retention import apply_retention
+from vla_storage.retention import RetentionPlan, apply_retention
 
 pytestmark = pytest.mark.services
 RUN = "sft-0123456789abcdef0123"
@@ -215,14 +223,14 @@ def test_b66_a_checkpoint_in_use_is_not_removed_whoever_asks(
     assert {f"reach/{RUN}/{step}" for step in (10, 20)} == in_use(client, "a")
     ids = [f"reach/{RUN}/{step}" for step in (10, 20, 30)]
     answer = change(some, "a", json.dumps({"what": "delete", "checkpoints": ids, "dry_run": False}))
-    (plan,) = (plan_of(json.loads(json.dumps(one))) for one in answer)
+    plan = plan_of(json.loads(json.dumps(answer)))
     assert {(ids[0], "in use"), (ids[1], "in use")} == set(plan.stay)
     assert ((ids[2], "asked for"),) == plan.go
     assert [ref.step for ref in some.store.list("reach")] == [10, 20, 40]
     apply_retention(some.store, "reach", keep_last=1, protect=in_use(client, "a"))
     assert [ref.step for ref in some.store.list("reach")] == [10, 20, 40]
     schedules.finished(some, "a", f"{RUN}-10")
-    change(some, "a", json.dumps({"what": "prune", "policy": "reach", "keep_last": 1,
+    change(some, "a", json.dumps({"what": "prune", "policy": "reach", "run": RUN, "keep_last": 1,
                                   "dry_run": False}))  # fmt: skip
     assert [ref.step for ref in some.store.list("reach")] == [20, 40]
 
@@ -349,15 +357,69 @@ def test_a_tenants_decisions_are_carried_out_by_the_platform(
         ask("ab", what="mark", checkpoint=one, pinned=True)
 
 
+@dataclass
+class Shelf(CheckpointShelf):
+    """A tenant's calls, carried out at once: a request is a number of removals."""
+
+    some: Any
+    removals: list[int] = field(default_factory=list)
+    tenant: str = "a"
+
+    @property
+    def _checkpoints(self) -> Any:  # type: ignore[override]
+        return self.some.store
+
+    @property
+    def _connection(self) -> Any:  # type: ignore[override]
+        return self
+
+    def call(self, task: str, *, change: str, **_: Any) -> Any:
+        before = len(self.some.store.list("reach"))
+        answer = json.loads(json.dumps(checkpoint_changes.change(self.some, "a", change)))
+        self.removals.append(before - len(self.some.store.list("reach")))
+        return answer
+
+
+@pytest.mark.parametrize("ask", ["delete", "prune"])
+def test_no_request_removes_more_than_a_few(
+    some: Any, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, ask: str
+) -> None:
+    """Requests of all tenants share the control worker's threads."""
+    monkeypatch.setattr(checkpoint_changes, "MOST_REMOVED", 3)
+    steps = list(range(1, 9))
+    for step in steps:
+        some.store.save(make_checkpoint(step, workload=RUN))
+        some.store.save(make_checkpoint(step, workload="other"))
+    ids = [f"reach/{RUN}/{step}" for step in steps]
+    shelf = Shelf(some)
+    shelf.pin(ids[4])
+    shelf.removals.clear()
+
+    def asked(*, dry_run: bool) -> RetentionPlan:
+        if ask == "prune":
+            return shelf.prune("reach", keep_last=1, dry_run=dry_run)
+        others = [f"reach/other/{step}" for step in steps]
+        (plan,) = shelf.delete_checkpoints([*ids[:7], *others], dry_run=dry_run)
+        return plan
+
+    shown = asked(dry_run=True)
+    assert shelf.removals == [0, 0]
+    done = asked(dry_run=False)
+    assert shelf.removals[2:] == [3, 3, 1, 3, 3]
+    assert (set(shown.go), set(shown.stay)) == (set(done.go), set(done.stay))
+    assert {ids[4], ids[7], "reach/other/8"} == {ref.id for ref in some.store.list("reach")}
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "", "[]", "{}", '{"what":"mark"}', '{"what":"rm","checkpoint":"a/b/1"}',
         '{"what":"mark","checkpoint":"a/b/1","score":1.0}',
         '{"what":"mark","checkpoint":"a/b/1","ttl_s":NaN}',
-        '{"what":"prune","policy":"../x","keep_last":1}',
-        '{"what":"prune","policy":"x","keep_last":0}',
-        '{"what":"delete","checkpoints":[]}',
+        '{"what":"prune","policy":"../x","run":"r","keep_last":1}',
+        '{"what":"prune","policy":"x","keep_last":1}',
+        '{"what":"prune","policy":"x","run":"r","keep_last":0}',
+        '{"what":"delete","checkpoints":[]}', '{"what":"delete","checkpoints":["a/b/1","a/c/1"]}',
     ],
 )  # fmt: skip
 def test_what_is_no_change_is_refused(some: Any, text: str) -> None:
