@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +70,41 @@ class CheckpointShelf:
         dry_run: bool = True,
     ) -> RetentionPlan:  # fmt: skip
         """What the rules keep and remove; with `dry_run` False it is removed. What is in use by an
-        evaluation, or as the beginning of a run, stays."""
-        (plan,) = self._change(
-            {
-                "what": "prune", "policy": policy, "keep_last": keep_last, "keep_best": keep_best,
-                "milestone_every": milestone_every, "dry_run": dry_run,
-            }
-        )  # fmt: skip
-        return plan_of(plan)
+        evaluation, as the beginning of a run or as its teacher, stays."""
+        rules = {
+            "keep_last": keep_last, "keep_best": keep_best, "milestone_every": milestone_every,
+        }  # fmt: skip
+        plan = RetentionPlan(policy=policy, stay=(), go=())
+        for run in sorted({ref.workload_id for ref in self._checkpoints.list(policy)}):
+            wanted = {"what": "prune", "policy": policy, "run": run, "dry_run": dry_run, **rules}
+            left = 1
+            while left:
+                answer = self._change(wanted)
+                left, found = answer["left"], plan_of(answer)
+                plan = replace(plan, go=plan.go + found.go)
+            plan = replace(plan, stay=plan.stay + found.stay)
+        return plan
 
     def delete_checkpoints(
         self, checkpoint_ids: Collection[str], *, dry_run: bool = True
     ) -> list[RetentionPlan]:
         """Remove the named ones, but not marked ones, nor what is in use, nor the last valid one
         of a run."""
-        ids = list(checkpoint_ids)
-        plans = self._change({"what": "delete", "checkpoints": ids, "dry_run": dry_run})
-        return [plan_of(plan) for plan in plans]
+        refs = sorted({CheckpointRef.parse(one) for one in checkpoint_ids})
+        plans: dict[str, RetentionPlan] = {}
+        for _, same_run in groupby(refs, key=lambda ref: (ref.policy, ref.workload_id)):
+            ids = [ref.id for ref in same_run]
+            while ids:
+                found = plan_of(
+                    self._change({"what": "delete", "checkpoints": ids, "dry_run": dry_run})
+                )
+                before = plans.get(found.policy, replace(found, stay=(), go=()))
+                plans[found.policy] = replace(
+                    found, stay=before.stay + found.stay, go=before.go + found.go
+                )
+                decided = {one for one, _ in (*found.stay, *found.go)}
+                ids = [one for one in ids if one not in decided]
+        return list(plans.values())
 
     def _mark(self, checkpoint_id: str, **change: Any) -> Mark:
         return Mark(**self._change({"what": "mark", "checkpoint": checkpoint_id, **change}))

@@ -87,7 +87,7 @@ class Connection:
 
         Raises `SpecError` for more than `MAX_ARGUMENT_BYTES`, which the platform would not take.
         Sent again when half the time is over, or when the connection was lost with the request
-        under way: requests are idempotent.
+        under way: a request that comes twice has one effect, known by its id.
         """
         size = sum(len(str(value).encode()) for value in arguments.values())
         if size > MAX_ARGUMENT_BYTES:

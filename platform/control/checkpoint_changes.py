@@ -1,20 +1,21 @@
 """What tenants decide about their checkpoints: pins, names, times to live, removal.
 
 Tenants only read what the platform published, so the platform carries it out; what is in use by an
-evaluation or as the beginning of a run stays whatever is asked (B66).
+evaluation, as the beginning of a run or as its teacher stays whatever is asked (B66).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from vla_platform.control.evaluations import in_use
 from vla_platform.control.services import Services
+from vla_platform.errors import SpecError
 from vla_platform.specs import Float, Int, Spec
 from vla_platform.specs.base import Name
 from vla_platform.specs.parsing import load_json, spec_error
@@ -30,6 +31,8 @@ from vla_storage.retention import (
     set_mark,
 )
 
+MOST_REMOVED = 20
+"""Removals of one request, each of several objects: other tenants' requests wait for its thread."""
 CheckpointId = Annotated[str, Field(min_length=5, max_length=256)]
 
 
@@ -55,10 +58,11 @@ class Alias(Spec):
 
 
 class Prune(Spec):
-    """Apply retention rules to a policy."""
+    """Apply retention rules to a run's checkpoints."""
 
     what: Literal["prune"] = "prune"
     policy: Name
+    run: Annotated[str, Field(min_length=1, max_length=128)]
     keep_last: Int = Field(ge=1, le=1000)
     keep_best: Int = Field(0, ge=0, le=1000)
     milestone_every: Int = Field(0, ge=0)
@@ -66,7 +70,7 @@ class Prune(Spec):
 
 
 class Removal(Spec):
-    """Remove checkpoints by id."""
+    """Remove checkpoints of one run by id."""
 
     what: Literal["delete"] = "delete"
     checkpoints: tuple[CheckpointId, ...] = Field(min_length=1, max_length=1000)
@@ -77,8 +81,9 @@ CheckpointChange = Annotated[Mark | Alias | Prune | Removal, Field(discriminator
 _CHANGE: TypeAdapter[CheckpointChange] = TypeAdapter(CheckpointChange)
 
 
-def change(services: Services, tenant: str, text: str) -> dict[str, Any] | list[dict[str, Any]]:
-    """Carry out one change; returns the mark, or the plans with what stays and what goes.
+def change(services: Services, tenant: str, text: str) -> dict[str, Any]:
+    """Carry out one change; returns the mark, or the plan with what stays and what goes, and how
+    many are `left`: at most `MOST_REMOVED` go by one request, which is asked again for the rest.
 
     Raises `SpecError`, `InvalidKeyError`, `CheckpointNotFoundError` (the same for another
     tenant's).
@@ -106,19 +111,17 @@ def change(services: Services, tenant: str, text: str) -> dict[str, Any] | list[
             keep_best=wanted.keep_best,
             milestone_every=wanted.milestone_every,
         )
-        plans = [plan_retention(store, wanted.policy, rules, protect=protect)]
+        plan = plan_retention(store, wanted.policy, rules, workload_id=wanted.run, protect=protect)
     else:
-        by_policy: dict[str, list[str]] = {}
-        for one in wanted.checkpoints:
-            by_policy.setdefault(CheckpointRef.parse(one).policy, []).append(one)
-        plans = [
-            plan_removal(store, policy, mine, protect=protect)
-            for policy, mine in sorted(by_policy.items())
-        ]
+        refs = [CheckpointRef.parse(one) for one in wanted.checkpoints]
+        if len({(ref.policy, ref.workload_id) for ref in refs}) > 1:
+            raise SpecError("one request removes checkpoints of one run", problems=[])
+        plan = plan_removal(store, refs[0].policy, wanted.checkpoints, protect=protect)
+    now = plan
     if not wanted.dry_run:
-        for plan in plans:
-            carry_out(store, plan)
-    return [asdict(plan) for plan in plans]
+        now = replace(plan, go=plan.go[:MOST_REMOVED])
+        carry_out(store, now)
+    return asdict(now) | {"left": len(plan.go) - len(now.go)}
 
 
 def plan_of(raw: dict[str, Any]) -> RetentionPlan:

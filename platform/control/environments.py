@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import secrets
 from typing import Any
 
 import redis
 
 from vla_platform.control.environment_hosts import HostTable
+from vla_platform.control.requests import ANSWERED_S, token_of
 from vla_platform.control.services import Services
 from vla_platform.envs import wire
 from vla_platform.envs.harnesses import check_request
@@ -18,19 +18,25 @@ from vla_platform.errors import SpecError, UnavailableError
 from vla_platform.specs import load_json, nearest
 
 
-def open_environment(services: Services, tenant: str, text: str) -> dict[str, str]:
+def open_environment(services: Services, tenant: str, text: str, request_id: str) -> dict[str, str]:
     """Where the tenant's session is; the environment is made meanwhile, and its first answer waits
-    under the session's name.
+    under the session's name. The same request has one session.
 
     Raises `SpecError` for what no host should see, `QuotaError` where the tenant has as many as it
     may, `UnavailableError` where no host has room.
     """
     request = _parse(text)
     harness, _, _ = check_request(request)
-    host_id = HostTable(services.ledger.client).assign(
-        harness.name, tenant=tenant, limit=services.settings.max_sessions_per_tenant
-    )
-    session = secrets.token_hex(8)
+    session = token_of(tenant, request_id)
+    client = services.ledger.client
+    key = f"vla:session:{tenant}:{session}"
+    host_id = client.get(key)
+    if host_id is None:
+        assigned = HostTable(client).assign(
+            harness.name, tenant=tenant, limit=services.settings.max_sessions_per_tenant
+        )
+        is_first = client.set(key, assigned, nx=True, ex=ANSWERED_S)
+        host_id = assigned if is_first else client.get(key)
     message = {"tenant": tenant, "session": session, "request": request}
     try:
         payload = _payload(services.settings.payload_url)

@@ -4,7 +4,7 @@
     vla:w:<run>:evaluated         set   steps of which the run's own evaluation was begun
 
 What is noted here is sent until its record is in the object store. The checkpoints that these
-evaluations act with, and those that runs begin from, are in use: no rule removes them.
+evaluations act with, that runs begin from and that teach them are in use: no rule removes them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import contextlib
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from itertools import groupby
 from typing import Any
 
 import redis
 
-from vla_platform.control import dispatch
+from vla_platform.control import dispatch, usage
 from vla_platform.control.services import Services
 from vla_platform.envs.evaluation_records import EvaluationArchive, EvaluationRecord
 from vla_platform.errors import UnavailableError
@@ -93,10 +94,30 @@ def send(tenant: str, known: Outstanding) -> bool:
 def heard(services: Services, tenant: str, evaluation_id: str) -> None:
     """An evaluation makes progress."""
     client = services.ledger.client
-    raw = client.hget(evaluations_key(tenant), evaluation_id)
-    if raw is not None:
-        known = replace(Outstanding.from_json(raw), sent=now(client))
-        client.hset(evaluations_key(tenant), evaluation_id, known.to_json())
+    at = now(client)
+    changed(client, tenant, evaluation_id, lambda known: replace(known, sent=at))
+
+
+def changed(
+    client: Any,
+    tenant: str,
+    evaluation_id: str,
+    change: Callable[[Outstanding], Outstanding | None],
+) -> Outstanding | None:
+    """Compare-and-swap of what is noted of an evaluation; returns what became of it. None: it has
+    ended, which stays so, or `change` left it as it is."""
+    key = evaluations_key(tenant)
+
+    def swap(pipe: Any) -> Outstanding | None:
+        raw = pipe.hget(key, evaluation_id)
+        known = None if raw is None else change(Outstanding.from_json(raw))
+        pipe.multi()
+        if known is not None:
+            pipe.hset(key, evaluation_id, known.to_json())
+        return known
+
+    found: Outstanding | None = client.transaction(swap, key, value_from_callable=True)
+    return found
 
 
 def begin_if_due(
@@ -156,7 +177,10 @@ def _note(client: Any, tenant: str, run: str, step: int, known: Outstanding) -> 
 
 
 def keep_score(services: Services, record: EvaluationRecord) -> None:
-    """Let retention know how well the evaluated checkpoint did; the latest evaluation counts."""
+    """Let retention know how well the evaluated checkpoint did; the latest evaluation counts.
+
+    Raises what the store raises; a checkpoint that is gone or damaged needs no score.
+    """
     raw = services.ledger.client.hget(evaluations_key(record.tenant), record.evaluation_id)
     checkpoint = Outstanding.from_json(raw).checkpoint if raw is not None else ""
     if not checkpoint:
@@ -170,8 +194,34 @@ def keep_score(services: Services, record: EvaluationRecord) -> None:
         _log.warning("action=score_not_kept checkpoint=%s reason=%s", checkpoint, error)
 
 
+def take_off(
+    client: Any, tenant: str, evaluation_id: str, record: EvaluationRecord | None = None
+) -> None:
+    """An evaluation is under way no longer; what its record used is charged in the same step."""
+    key, day = evaluations_key(tenant), usage.today(client)
+
+    def end(pipe: Any) -> None:
+        is_known = pipe.hexists(key, evaluation_id)
+        pipe.multi()
+        if is_known:
+            pipe.hdel(key, evaluation_id)
+            if record is not None:
+                charge(pipe, record, day)
+
+    client.transaction(end, key)
+
+
+def charge(pipe: Any, record: EvaluationRecord, day: date) -> None:
+    """On a pipeline or a client."""
+    usage.count(
+        pipe, record.tenant, day, policy=record.policy_key.partition("/")[2],
+        workload=record.evaluation_id, amounts={usage.Use.SIMULATOR_S: record.seconds},
+    )  # fmt: skip
+
+
 def in_use(client: Any, tenant: str) -> set[str]:
-    """Ids of the checkpoints that evaluations under way act with, or that runs begin from.
+    """Ids of the checkpoints that evaluations under way act with, that runs begin from, or that
+    teach them.
 
     Raises `UnavailableError`.
     """
@@ -183,8 +233,8 @@ def in_use(client: Any, tenant: str) -> set[str]:
         runs = client.sunion([f"vla:tenant:{tenant}:{state}" for state in states])
         with client.pipeline(transaction=False) as pipe:
             for run in runs:
-                pipe.hget(f"vla:w:{run}", "init_from")
-            found.update(pipe.execute())
+                pipe.hmget(f"vla:w:{run}", "init_from", "teacher")
+            found.update(*pipe.execute())
     return {one for one in found if one}
 
 

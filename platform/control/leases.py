@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,7 +25,7 @@ class Keeper:
         self.progress = ""
 
     def check(self, progress: str = "") -> None:
-        """Raises `LeaseLostError` once the job is cancelled or somebody else's."""
+        """Raises `LeaseLostError` once the work is cancelled or somebody else's."""
         self.progress = progress or self.progress
         if self.lost is not None:
             raise self.lost
@@ -47,7 +48,7 @@ def kept_alive(
             try:
                 ledger.renew(job, lease_s=lease_s, progress=keeper.progress)
                 if producing:
-                    ledger.producing(job.workload, for_s=lease_s, by=by)
+                    ledger.claim(job.workload, for_s=lease_s, by=by)
             except LeaseLostError as error:
                 keeper.lost = error
                 return
@@ -87,25 +88,39 @@ def announced(ledger: Ledger, run: str, *, for_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def alone(ledger: Ledger, work: str, *, lease_s: float) -> Iterator[bool]:
-    """Whether nobody else is at this work; if so, nobody else will be until this ends."""
-    by, over = secrets.token_hex(8), threading.Event()
-    if not ledger.producing(work, for_s=lease_s, by=by):
-        yield False
+def alone(ledger: Ledger, work: str, *, lease_s: float) -> Iterator[Keeper | None]:
+    """None: somebody else is at this work. Otherwise nobody else will be until this ends, or until
+    the keeper's `check` raises."""
+    keeper, by, over = Keeper(), secrets.token_hex(8), threading.Event()
+    renewed_s = time.monotonic()
+    if not ledger.claim(work, for_s=lease_s, by=by):
+        yield None
         return
 
     def renew() -> None:
+        nonlocal renewed_s
         while not over.wait(lease_s / 4):
+            asked_s = time.monotonic()
             try:
-                ledger.producing(work, for_s=lease_s, by=by)
+                ledger.renew_claim(work, for_s=lease_s, by=by)
+                renewed_s = asked_s
+            except LeaseLostError as error:
+                keeper.lost = error
+                return
             except CodedError as error:
                 _log.warning("action=renewal_failed work=%s reason=%s", work, error)
+                if time.monotonic() - renewed_s > lease_s:
+                    keeper.lost = LeaseLostError(f"{work} could not be kept: {error}", work=work)
+                    return
 
     thread = threading.Thread(target=renew, name="alone", daemon=True)
     thread.start()
     try:
-        yield True
+        yield keeper
     finally:
         over.set()
         thread.join(5)
-        ledger.producing(work, for_s=0, by=by)
+        try:
+            ledger.release_claim(work, by=by)
+        except CodedError as error:  # it runs out by itself
+            _log.warning("action=release_failed work=%s reason=%s", work, error)

@@ -36,12 +36,13 @@ _ERRORS = {
     "VLA_LEASE_LOST": LeaseLostError,
     "VLA_ILLEGAL": IllegalTransitionError,
 }
-_FILES = ("core", "stages", "workloads", "jobs", "workers")
+_FILES = ("core", "claims", "stages", "workloads", "jobs", "workers")
 _OPERATIONS = (
     *("submit", "restore", "prepared", "admit", "pause", "resume"),
     *("checkpointed", "publish_version", "finish", "fail", "cancel"),
     *("reserve", "mark", "lease_stage", "renew", "drop", "unscored", "complete", "release"),
     *("lease_group", "heartbeat", "leave", "rewind", "fall_back", "expire", "pending", "review"),
+    *("claim", "renew_claim", "release_claim"),
 )
 _FOR_A_WHILE = (redis.OutOfMemoryError, redis.ReadOnlyError, redis.BusyLoadingError)
 """Answers of a server that is full, failing over or starting."""
@@ -305,22 +306,20 @@ class Ledger:
         with _answers():
             return self._redis.blpop([key], timeout=timeout_s) is not None
 
-    def producing(self, workload: str, *, for_s: float, by: str = "somebody") -> bool:
-        """Tell the reconciler that `by` produces for this workload; 0 ends it.
+    def claim(self, work: str, *, for_s: float, by: str = "somebody") -> bool:
+        """Be the one who is at this work, such as a run that is produced for; again, it is renewed.
 
-        False where another does: a message that came twice has nothing to do.
+        False where another is: a message that came twice has nothing to do.
         """
-        key = f"vla:producing:{workload}"
-        with _answers():
-            if for_s and self._redis.set(key, by, px=_ms(for_s), nx=True):
-                return True
-            if self._redis.get(key) != by:
-                return False
-            if for_s:
-                self._redis.pexpire(key, _ms(for_s))
-            else:
-                self._redis.delete(key)
-            return True
+        return bool(self._call("claim", work, by, _ms(for_s)))
+
+    def renew_claim(self, work: str, *, for_s: float, by: str) -> None:
+        """Raises `LeaseLostError` where it ran out, whether or not another is at it."""
+        self._call("renew_claim", work, by, _ms(for_s))
+
+    def release_claim(self, work: str, *, by: str = "somebody") -> bool:
+        """False: it was another's, or nobody's."""
+        return bool(self._call("release_claim", work, by))
 
     def preparing(self, workload: str, *, for_s: float) -> None:
         """Tell the reconciler that somebody opens and measures this workload's data."""

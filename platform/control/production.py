@@ -282,11 +282,11 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
     end = time.monotonic() + services.settings.slice_s
     lease_s = services.settings.lease_s
     try:
-        services.ledger.producing(run, for_s=lease_s)
+        services.ledger.claim(run, for_s=lease_s)
         if services.ledger.workload(run)["state"] == "running":
             sources.get(tenant, run)  # before a lease is counted: opening may take long
         while time.monotonic() < end:
-            services.ledger.producing(run, for_s=lease_s)
+            services.ledger.claim(run, for_s=lease_s)
             asked_s = time.time()
             job = services.ledger.reserve(
                 run, lease_s=lease_s, limits=services.settings.reserve_limits()
@@ -314,7 +314,7 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
         services.ledger.fail(run, error.to_dict())
         sources.drop(run)
     finally:
-        services.ledger.producing(run, for_s=0)
+        services.ledger.release_claim(run)
     return produced
 
 

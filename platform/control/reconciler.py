@@ -6,7 +6,7 @@ import logging
 
 import redis
 
-from vla_platform.control import dispatch, evaluations, production, schedules, usage
+from vla_platform.control import dispatch, evaluations, production, schedules, settlement, usage
 from vla_platform.control.outcomes import finish_if_through, record_outcomes
 from vla_platform.control.payload_access import restore_payload_access
 from vla_platform.control.recovery import recover_if_lost
@@ -52,7 +52,7 @@ def reconcile(services: Services) -> Due:
     if services.ledger.is_due("schedules", every_s=SCHEDULES_S):
         for tenant in services.ledger.client.smembers(TENANTS_KEY):
             schedules.restore(services, tenant)
-            schedules.resend_lost(services, tenant)
+            settlement.resend_lost(services, tenant)
             schedules.look_at_claimed(services, tenant)
     if services.ledger.is_due("usage", every_s=usage.WRITE_S):
         usage.write_statements(services)

@@ -19,7 +19,7 @@ from vla_platform.control.prepared import Prepared, prepared_key
 from vla_platform.control.states import is_terminal
 from vla_platform.control.tenant_records import list_tenants
 from vla_platform.control.tenants import restore_acls
-from vla_platform.control.workloads import ledger_fields, spec_key
+from vla_platform.control.workloads import ledger_fields, spec_key, teacher_checkpoint
 from vla_platform.specs import RLSpec, WorkloadSpec, parse_spec_json
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import CodedError
@@ -117,7 +117,13 @@ def _recover_one(
     if "prepared.json" in names:
         prepared = Prepared.from_json(stores.objects.get(prepared_key(tenant, run)))
     signature = prepared.schema.signature if prepared else ""
-    fields = ledger_fields(tenant, spec, content=content, schema_signature=signature) | {
+    checkpoints = CheckpointStore(
+        objects=stores.objects, tenant_id=tenant, signing_key=stores.signing_key
+    )
+    fields = ledger_fields(
+        tenant, spec, content=content, schema_signature=signature,
+        teacher=teacher_checkpoint(checkpoints, spec),
+    ) | {
         "state": "pending", "created": int(created_s * 1000), "prepared": int(prepared is not None),
         "position": 0, "step": 0, "policy_version": 0, "published_version": 0,
     }  # fmt: skip
@@ -132,7 +138,7 @@ def _recover_one(
             "published_version": outcome.get("published_version", 0),
         }
     else:
-        fields |= _progress(stores, tenant, run, policy=spec.policy)
+        fields |= _progress(checkpoints, run, policy=spec.policy)
         done = "step" if isinstance(spec, RLSpec) else "position"
         if prepared is not None and fields[done] >= fields[f"total_{done}s"]:
             fields["state"] = "succeeded"
@@ -148,11 +154,8 @@ def _length(spec: WorkloadSpec, prepared: Prepared) -> dict[str, int]:
     return {"total_positions": plan.positions, "total_steps": plan.steps}
 
 
-def _progress(stores: Stores, tenant: str, run: str, *, policy: str) -> dict[str, Any]:
+def _progress(checkpoints: CheckpointStore, run: str, *, policy: str) -> dict[str, Any]:
     """Where the newest valid checkpoint of the workload lets it go on."""
-    checkpoints = CheckpointStore(
-        objects=stores.objects, tenant_id=tenant, signing_key=stores.signing_key
-    )
     newest = checkpoints.latest(policy, run)
     if newest is None:
         return {}

@@ -72,7 +72,7 @@ def produce(services: Services, tenant: str, run: str, play: Play) -> int:
     end = time.monotonic() + settings.slice_s
     try:
         while time.monotonic() < end:
-            if not ledger.producing(run, for_s=settings.lease_s, by=by):
+            if not ledger.claim(run, for_s=settings.lease_s, by=by):
                 return produced
             asked_s = time.time()
             job = ledger.reserve(run, lease_s=settings.lease_s, limits=settings.reserve_limits())
@@ -85,7 +85,7 @@ def produce(services: Services, tenant: str, run: str, play: Play) -> int:
                 ledger.wait_for_room(run, timeout_s=0.5)
             else:
                 return produced
-        ledger.producing(run, for_s=0, by=by)  # before whoever comes next looks
+        ledger.release_claim(run, by=by)  # before whoever comes next looks
         dispatch.produce(ledger.workload(run))
     except LeaseLostError:
         pass  # cancelled, sent back or taken over: the ledger knows who goes on
@@ -94,7 +94,7 @@ def produce(services: Services, tenant: str, run: str, play: Play) -> int:
             raise  # the reconciler sends this again
         ledger.fail(run, error.to_dict())
     finally:
-        ledger.producing(run, for_s=0, by=by)
+        ledger.release_claim(run, by=by)
     return produced
 
 

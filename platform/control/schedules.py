@@ -26,15 +26,15 @@ from pydantic import ValidationError
 
 from vla_platform.control import dispatch
 from vla_platform.control.evaluations import (
-    MOST_SENDS,
-    RESEND_S,
     Outstanding,
     asked_of,
     checkpoint_of,
     evaluations_key,
     now,
     send,
+    take_off,
 )
+from vla_platform.control.requests import token_of
 from vla_platform.control.schedule_policy import (
     Looked,
     ScheduleState,
@@ -45,7 +45,7 @@ from vla_platform.control.schedule_policy import (
     moved,
 )
 from vla_platform.control.services import Services
-from vla_platform.envs.evaluation_records import EvaluationArchive
+from vla_platform.envs.evaluation_records import EvaluationRecord
 from vla_platform.envs.suites import suite
 from vla_platform.errors import ConflictError, NotFoundError, QuotaError, SpecError
 from vla_platform.metrics.events import Event
@@ -149,9 +149,11 @@ def _begin(services: Services, tenant: str, schedule: EvaluationSchedule) -> Non
     dispatch.schedule_hint(tenant, schedule.name, cron=schedule.cron, timezone=schedule.timezone)
 
 
-def change(services: Services, tenant: str, name: str, what: str) -> dict[str, Any]:
+def change(
+    services: Services, tenant: str, name: str, what: str, request_id: str
+) -> dict[str, Any]:
     """`pause`, `resume`, `run-now` or `remove`. Raises `NotFoundError`, also for another tenant's,
-    and `SpecError`. All are safe to repeat; `run-now` runs once more each time."""
+    and `SpecError`. All are safe to repeat; `run-now` runs once for each request."""
     if services.ledger.client.hget(state_key(tenant), name) is None:
         raise NotFoundError(f"no schedule {name[:80]}", schedule=name[:80])
     if what == "remove":
@@ -170,7 +172,7 @@ def change(services: Services, tenant: str, name: str, what: str) -> dict[str, A
         return {"schedule": name, "state": "enabled" if state.enabled else "paused"}
     if what == "run-now":
         at = now(services.ledger.client)
-        found = _fire(services, tenant, name, at, suffix=f"-{int(at % 1 * 1000):03d}")
+        found = _fire(services, tenant, name, at, token=token_of(tenant, request_id))
         return {"schedule": name, "evaluation": found}
     raise SpecError(f"{what[:40]!r}: use pause, resume, run-now or remove", problems=[])
 
@@ -247,8 +249,16 @@ def set_aside(services: Services, tenant: str, name: str, reason: str) -> None:
     services.emitter.emit(Event(tenant=tenant, workload=WORKLOAD, kind="schedule", values=values))
 
 
-def finished(services: Services, tenant: str, evaluation_id: str, *, error: str = "") -> None:
-    """An evaluation is over, well or not; one that waited for it begins. Safe to repeat."""
+def finished(
+    services: Services,
+    tenant: str,
+    evaluation_id: str,
+    *,
+    error: str = "",
+    record: EvaluationRecord | None = None,
+) -> None:
+    """An evaluation is over, well or not; one that waited for it begins. Safe to repeat: what its
+    `record` used is charged once."""
     client = services.ledger.client
     raw = client.hget(evaluations_key(tenant), evaluation_id)
     if raw is None:
@@ -267,34 +277,9 @@ def finished(services: Services, tenant: str, evaluation_id: str, *, error: str 
         services.emitter.emit(
             Event(tenant=tenant, workload=known.run, kind="evaluation", values=values)
         )
-    client.hdel(evaluations_key(tenant), evaluation_id)
+    take_off(client, tenant, evaluation_id, record)
     for at in fire:
         _fire(services, tenant, known.schedule, at)
-
-
-def resend_lost(services: Services, tenant: str) -> int:
-    """Send again what nothing was heard of, and give up what was sent too often."""
-    client = services.ledger.client
-    at = now(client)
-    sent = 0
-    for evaluation_id, raw in client.hgetall(evaluations_key(tenant)).items():
-        known = Outstanding.from_json(raw)
-        if at - known.sent < RESEND_S:
-            continue
-        archive = EvaluationArchive(services.objects, tenant, evaluation_id)
-        if archive.record() is not None:
-            finished(services, tenant, evaluation_id)
-        elif known.num_sends >= MOST_SENDS:
-            finished(services, tenant, evaluation_id, error=f"no end after {MOST_SENDS} tries")
-        else:
-            again = replace(known, sent=at, num_sends=known.num_sends + 1)
-            client.hset(evaluations_key(tenant), evaluation_id, again.to_json())
-            try:
-                send(tenant, again)
-                sent += 1
-            except (CodedError, ValueError) as error:
-                finished(services, tenant, evaluation_id, error=str(error))
-    return sent
 
 
 def restore(services: Services, tenant: str) -> int:
@@ -315,10 +300,13 @@ def restore(services: Services, tenant: str) -> int:
     return restored
 
 
-def _fire(services: Services, tenant: str, name: str, at: float, *, suffix: str = "") -> str | None:
-    """Resolve the version once and send; None where that is not possible, which is counted."""
+def _fire(services: Services, tenant: str, name: str, at: float, *, token: str = "") -> str | None:
+    """Resolve the version once and send; None where that is not possible, which is counted.
+
+    `token`: of the request that asks for it beside its times.
+    """
     stamp = datetime.fromtimestamp(at, UTC).strftime("%Y%m%dT%H%M%S")
-    evaluation_id = f"{name}-{stamp}{suffix}"
+    evaluation_id = f"{name}-{token or stamp}"
     client = services.ledger.client
     try:
         spec = _load(services, tenant, name).evaluation
@@ -345,7 +333,9 @@ def _fire(services: Services, tenant: str, name: str, at: float, *, suffix: str 
         checkpoint=checkpoint,
         asked=asked_of(spec),
     )
-    client.hset(evaluations_key(tenant), evaluation_id, known.to_json())
+    is_new = client.hsetnx(evaluations_key(tenant), evaluation_id, known.to_json())
+    if token and not is_new:
+        return evaluation_id  # the same request, by another thread
     _swap(
         services, tenant, name,
         lambda s, _: Looked(state=begun(s, evaluation_id, at)),

@@ -98,6 +98,17 @@ def read_trend(objects: ObjectStore, tenant: str, policy: str) -> list[Point]:
     return sorted(found, key=lambda one: one.finished)
 
 
+def _point_key(evaluation: EvaluationRecord) -> str:
+    policy = evaluation.policy_key.partition("/")[2]
+    return f"{trend_key(evaluation.tenant, policy)}{evaluation.evaluation_id}.json"
+
+
+def knows(objects: ObjectStore, evaluation: EvaluationRecord) -> bool:
+    """Whether it is in its policy's trend."""
+    key = _point_key(evaluation)
+    return any(info.key == key for info in objects.list(key))
+
+
 def record(services: Services, evaluation: EvaluationRecord) -> Change | None:
     """Add a finished evaluation to its policy's trend; a regression is told as an event.
 
@@ -105,8 +116,7 @@ def record(services: Services, evaluation: EvaluationRecord) -> Change | None:
     """
     policy = evaluation.policy_key.partition("/")[2]
     point = Point.of(evaluation)
-    key = f"{trend_key(evaluation.tenant, policy)}{evaluation.evaluation_id}.json"
-    services.objects.put(key, json.dumps(asdict(point)).encode())
+    services.objects.put(_point_key(evaluation), json.dumps(asdict(point)).encode())
     points = read_trend(services.objects, evaluation.tenant, policy)
     upto = [one for one in points if one.finished <= point.finished]
     change = latest_change(upto)

@@ -14,6 +14,7 @@ from typing import Any
 
 from vla_platform import work
 from vla_platform.control import admission, dispatch, usage
+from vla_platform.control.evaluations import checkpoint_of
 from vla_platform.control.ledger import workload_id
 from vla_platform.control.maintenance import refuse_in_maintenance
 from vla_platform.control.outcomes import record_outcome
@@ -31,6 +32,7 @@ from vla_platform.specs import (
     canonical_json,
     parse_spec_json,
 )
+from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import ObjectExistsError, ObjectNotFoundError
 
 _log = logging.getLogger(__name__)
@@ -69,7 +71,13 @@ def _take(
                 f"idempotency key {key!r} was used for another spec; choose a new key",
                 workload=run,
             ) from error
-    fields = ledger_fields(tenant, spec, content=content, schema_signature=signature)
+    store = CheckpointStore(
+        objects=services.objects, tenant_id=tenant, signing_key=services.signing_key
+    )
+    fields = ledger_fields(
+        tenant, spec, content=content, schema_signature=signature,
+        teacher=teacher_checkpoint(store, spec),
+    )  # fmt: skip
     most = services.settings.max_pending_per_tenant
     try:
         is_new = services.ledger.submit(run, fields, max_pending=most)
@@ -82,10 +90,22 @@ def _take(
     return run
 
 
+def teacher_checkpoint(store: CheckpointStore, spec: WorkloadSpec) -> str:
+    """Id of the checkpoint whose policy scores the run; empty where none does, or where that
+    version was published without one."""
+    if not (isinstance(spec, RLSpec) and isinstance(spec.reward, DistillationReward)):
+        return ""
+    teacher = spec.reward.teacher
+    if isinstance(teacher.version, str):
+        return teacher.version
+    return checkpoint_of(store, teacher.policy, teacher.version)
+
+
 def ledger_fields(
-    tenant: str, spec: WorkloadSpec, *, content: bytes, schema_signature: str
+    tenant: str, spec: WorkloadSpec, *, content: bytes, schema_signature: str, teacher: str
 ) -> dict[str, Any]:
-    """What the ledger keeps of a spec; `content` is its canonical JSON."""
+    """What the ledger keeps of a spec; `content` is its canonical JSON, `teacher` its
+    `teacher_checkpoint`."""
     return {
         "tenant": tenant,
         "policy": spec.policy,
@@ -96,6 +116,7 @@ def ledger_fields(
         "schema_signature": schema_signature,
         "spec_digest": hashlib.sha256(content).hexdigest(),
         "init_from": spec.init_from or "",
+        "teacher": teacher,
         "priority": spec.priority,
         "max_in_flight": spec.limits.max_in_flight,
         "max_seconds": spec.limits.max_seconds or 0,

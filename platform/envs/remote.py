@@ -82,6 +82,8 @@ class RemoteSessions:
         message = wire.decode(raw)
         tenant, session = str(message["tenant"]), str(message["session"])
         request: EnvironmentRequest = message["request"]
+        if (tenant, session) in self._names:
+            return  # its request came again
         # Known at once: the tenant's next call may come before the environment is made.
         opening = self._host.open(tenant, request, isolation=self._isolation, remote=True)
         work = self._host.call(opening)

@@ -8,12 +8,13 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform import work
-from vla_platform.control import evaluations, schedules, trends, usage
-from vla_platform.control.leases import alone
+from vla_platform.control import evaluations, schedules
+from vla_platform.control.leases import Keeper, alone
 from vla_platform.control.services import services
+from vla_platform.control.settlement import settle
 from vla_platform.envs.evaluation import evaluate
-from vla_platform.envs.evaluation_records import EvaluationArchive
 from vla_platform.envs.suites import suite
+from vla_platform.errors import LeaseLostError
 from vla_platform.metrics.events import Event
 from vla_storage.errors import CodedError
 
@@ -25,15 +26,17 @@ def run(self: Task, **asked: Any) -> dict[str, Any]:
     found = services()
     tenant, evaluation_id = asked["tenant"], asked["evaluation_id"]
     lease_s = found.settings.lease_s
-    if self.request.retries and EvaluationArchive(found.objects, tenant, evaluation_id).record():
-        return {}
-    with alone(found.ledger, f"{tenant}/evaluations/{evaluation_id}", lease_s=lease_s) as mine:
-        if not mine:
+    with alone(found.ledger, f"{tenant}/evaluations/{evaluation_id}", lease_s=lease_s) as keeper:
+        if keeper is None:
             raise self.retry(countdown=lease_s)
-        return play(**asked)
+        try:
+            return play(keeper, **asked)
+        except LeaseLostError as error:
+            raise self.retry(countdown=lease_s, exc=error) from error
 
 
 def play(
+    keeper: Keeper,
     evaluation_id: str,
     tenant: str,
     policy_key: str,
@@ -47,12 +50,16 @@ def play(
     execute_steps: int | None = None,
     num_videos: int = 0,
 ) -> dict[str, Any]:
-    """One evaluation; done again it plays what is missing. Returns the record."""
+    """One evaluation; done again it plays what is missing. Returns the record.
+
+    Raises `LeaseLostError` after the episode in which somebody else may have begun to play.
+    """
     from vla_platform.envs.worker import host, policy_for
 
     found = services()
 
     def emit(kind: str, values: dict[str, Any]) -> None:
+        keeper.check()
         evaluations.heard(found, tenant, evaluation_id)
         found.emitter.emit(Event(tenant=tenant, workload=evaluation_id, kind=kind, values=values))
 
@@ -72,16 +79,11 @@ def play(
                 num_videos=num_videos,
                 emit=emit,
             )
+    except LeaseLostError:
+        raise
     except CodedError as error:
         if not error.retryable:
             schedules.finished(found, tenant, evaluation_id, error=str(error))
         raise
-    trends.record(found, record)
-    evaluations.keep_score(found, record)
-    schedules.finished(found, tenant, evaluation_id)
-    client = found.ledger.client
-    usage.count(
-        client, tenant, usage.today(client), policy=policy_key.partition("/")[2],
-        workload=evaluation_id, amounts={usage.Use.SIMULATOR_S: record.seconds},
-    )  # fmt: skip
+    settle(found, record)
     return {**asdict(record), "episodes": len(record.episodes)}

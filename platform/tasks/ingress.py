@@ -15,6 +15,7 @@ from vla_platform.control import (
     environments,
     explanation,
     recovery,
+    requests,
     schedules,
     timeline,
     workloads,
@@ -73,7 +74,8 @@ def open_environment(self: Task, request_id: str, environment: str) -> None:
     _answer(
         self,
         request_id,
-        lambda tenant: environments.open_environment(services(), tenant, environment),
+        lambda tenant: environments.open_environment(services(), tenant, environment, request_id),
+        once=True,
     )
 
 
@@ -104,7 +106,12 @@ def submit_batch(
 
 @shared_task(name="ingress.change_checkpoints", bind=True)
 def change_checkpoints(self: Task, request_id: str, change: str) -> None:
-    _answer(self, request_id, lambda tenant: checkpoint_changes.change(services(), tenant, change))
+    _answer(
+        self,
+        request_id,
+        lambda tenant: checkpoint_changes.change(services(), tenant, change),
+        once=True,
+    )
 
 
 @shared_task(name="ingress.schedule", bind=True)
@@ -119,16 +126,26 @@ def schedule(self: Task, request_id: str, schedule: str) -> None:
 
 @shared_task(name="ingress.change_schedule", bind=True)
 def change_schedule(self: Task, request_id: str, name: str, change: str) -> None:
-    _answer(self, request_id, lambda tenant: schedules.change(services(), tenant, name, change))
+    _answer(
+        self,
+        request_id,
+        lambda tenant: schedules.change(services(), tenant, name, change, request_id),
+        once=True,
+    )
 
 
-def _answer(task: Task, request_id: str, call: Callable[[str], Any]) -> None:
+def _answer(task: Task, request_id: str, call: Callable[[str], Any], *, once: bool = False) -> None:
+    """`once`: a request that comes again is told what the first one was."""
     queue = task.request.delivery_info["routing_key"]
     if not queue.startswith(INGRESS_PREFIX):
         raise PermissionError(f"an ingress task came by {queue}")
     tenant = tenant_of(queue)
     try:
-        answer = {"result": call(tenant)}
+        if once:
+            client = services().ledger.client
+            answer = {"result": requests.once(client, tenant, request_id, lambda: call(tenant))}
+        else:
+            answer = {"result": call(tenant)}
     except CodedError as error:
         answer = {"error": error.to_dict()}
     key = f"vla:t:{tenant}:reply:{str(request_id)[:64]}"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vla_platform.control.leases import alone
+from vla_platform.control.leases import Keeper, alone
 from vla_platform.control.ledger import Ledger, library_source, workload_id
 from vla_platform.control.states import JOB_TRANSITIONS, WORKLOAD_TRANSITIONS, JobState, tables
 from vla_platform.control.training_job import TrainingJob
@@ -400,16 +400,21 @@ def test_no_job_is_lost_and_none_counts_twice(ledger: Ledger, events: list[str])
 def test_one_producer_at_a_time_is_known_by_name(ledger: Ledger) -> None:
     """A rollout that outlasts the visibility timeout has its message come again."""
     run = start(ledger, "rl-one")
-    assert ledger.producing(run, for_s=LONG_S, by="first")
-    assert not ledger.producing(run, for_s=LONG_S, by="second")
-    assert not ledger.producing(run, for_s=0, by="second")  # ends nothing
-    assert ledger.producing(run, for_s=LONG_S, by="first")
+    assert ledger.claim(run, for_s=LONG_S, by="first")
+    assert not ledger.claim(run, for_s=LONG_S, by="second")
+    assert not ledger.release_claim(run, by="second")  # ends nothing
+    with pytest.raises(LeaseLostError):
+        ledger.renew_claim(run, for_s=LONG_S, by="second")
+    assert ledger.claim(run, for_s=LONG_S, by="first")
+    ledger.renew_claim(run, for_s=LONG_S, by="first")
     assert list(ledger.due().produce) == []
-    assert ledger.producing(run, for_s=0, by="first")
+    assert ledger.release_claim(run, by="first")
     assert list(ledger.due().produce) == [run]
-    assert ledger.producing(run, for_s=EXPIRED_S, by="first")
+    assert ledger.claim(run, for_s=EXPIRED_S, by="first")
     passed()
-    assert ledger.producing(run, for_s=LONG_S, by="second")
+    with pytest.raises(LeaseLostError):  # though nobody took it
+        ledger.renew_claim(run, for_s=LONG_S, by="first")
+    assert ledger.claim(run, for_s=LONG_S, by="second")
 
 
 def test_work_that_is_done_alone_is_nobody_elses_until_it_ends(ledger: Ledger) -> None:
@@ -419,6 +424,36 @@ def test_work_that_is_done_alone_is_nobody_elses_until_it_ends(ledger: Ledger) -
             alone(ledger, "a/evaluations/one", lease_s=0.2) as second,
             alone(ledger, "a/evaluations/two", lease_s=0.2) as other,
         ):
-            assert (first, second, other) == (True, False, True)
+            assert (first is None, second is None, other is None) == (False, True, False)
     with alone(ledger, "a/evaluations/one", lease_s=0.2) as again:
-        assert again
+        assert again is not None
+        again.check()
+
+
+def test_who_works_alone_learns_that_another_may_be_at_it(ledger: Ledger) -> None:
+    """Its claim ran out while it was stopped, and another took it: neither its renewal nor its end
+    touches the other's."""
+    with alone(ledger, "a/evaluations/one", lease_s=0.2) as keeper:
+        assert keeper is not None
+        ledger.client.set("vla:producing:a/evaluations/one", "another")
+        until_lost(keeper)
+    assert ledger.client.get("vla:producing:a/evaluations/one") == "another"
+
+
+def test_who_works_alone_counts_on_no_claim_that_it_could_not_renew(ledger: Ledger) -> None:
+    with alone(ledger, "a/evaluations/one", lease_s=0.2) as keeper:
+        assert keeper is not None
+        before = ledger.client.config_get("maxmemory")["maxmemory"]
+        ledger.client.config_set("maxmemory", 1)  # the server refuses what writes
+        try:
+            until_lost(keeper)
+        finally:
+            ledger.client.config_set("maxmemory", before)
+
+
+def until_lost(keeper: Keeper) -> None:
+    end = time.monotonic() + 5
+    while keeper.lost is None and time.monotonic() < end:
+        pass
+    with pytest.raises(LeaseLostError):
+        keeper.check()

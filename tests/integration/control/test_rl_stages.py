@@ -88,7 +88,7 @@ def start(services: Services, *, run: str = "r", **changes: Any) -> str:
     spec = parse_spec(raw)
     content = canonical_json(spec.model_dump(mode="json"))
     services.objects.put(spec_key("a", run), content)
-    fields = ledger_fields("a", spec, content=content, schema_signature="s" * 64)
+    fields = ledger_fields("a", spec, content=content, schema_signature="s" * 64, teacher="")
     services.ledger.submit(run, {**fields, "max_in_flight": 500}, max_pending=9)
     services.ledger.prepared(run, total_positions=0, total_steps=500)
     assert services.ledger.admit(run, max_running=9) == "running"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from vla_platform.control import dispatch, schedules
+from vla_platform.control import dispatch, schedules, settlement
 from vla_platform.control.beat import IsolatedEntry, Scheduler
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.schedule_policy import ScheduleState
@@ -217,18 +217,42 @@ def test_pf47_a_leader_that_lost_its_lock_stops_instead_of_ticking(some: Any, ap
 
 def test_pauses_removals_and_a_run_now(some: Any) -> None:
     add(some)
-    assert schedules.change(some, "a", "nightly", "pause")["state"] == "paused"
-    assert schedules.change(some, "a", "nightly", "pause")["state"] == "paused"
+    assert schedules.change(some, "a", "nightly", "pause", "r-pause")["state"] == "paused"
+    assert schedules.change(some, "a", "nightly", "pause", "r-pause")["state"] == "paused"
     assert schedules.look_at_due(some) == 0
-    assert schedules.change(some, "a", "nightly", "run-now")["evaluation"]
-    assert schedules.change(some, "a", "nightly", "resume")["state"] == "enabled"
+    assert schedules.change(some, "a", "nightly", "run-now", "r-run-now")["evaluation"]
+    assert schedules.change(some, "a", "nightly", "resume", "r-resume")["state"] == "enabled"
     assert len(some.sent) == 1
-    schedules.change(some, "a", "nightly", "remove")
+    schedules.change(some, "a", "nightly", "remove", "r-remove")
     client = some.ledger.client
     assert not client.exists("vla:beat:schedule:a:nightly", "vla:t:a:schedules", "vla:schedules")
     for tenant, name in (("a", "nightly"), ("b", "nightly")):
         with pytest.raises(NotFoundError):
-            schedules.change(some, tenant, name, "pause")
+            schedules.change(some, tenant, name, "pause", "r-pause")
+
+
+def test_a_run_now_runs_once_for_each_request(some: Any) -> None:
+    """A client sends again when its connection was lost; the first may be under way still."""
+    add(some)
+    found: list[str] = []
+    threads = [
+        threading.Thread(
+            target=lambda: found.append(
+                schedules.change(some, "a", "nightly", "run-now", "r1")["evaluation"]
+            )
+        )
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(set(found)), len(found), len(some.sent)) == (1, 6, 1)
+    assert (1, found[0]) == (state(some).num_fired, some.sent[0]["evaluation_id"])
+    second = schedules.change(some, "a", "nightly", "run-now", "r2")["evaluation"]
+    assert ([found[0], second], 2) == (
+        [one["evaluation_id"] for one in some.sent], len(state(some).running),
+    )  # fmt: skip
 
 
 def test_a_policy_without_a_version_counts_as_failed_and_goes_on(some: Any) -> None:
@@ -248,11 +272,11 @@ def test_what_was_sent_and_not_heard_of_is_sent_again_and_given_up(
     add(some)
     make_due(some)
     schedules.look_at_due(some)
-    assert schedules.resend_lost(some, "a") == 0
-    monkeypatch.setattr(schedules, "RESEND_S", 0.0)
+    assert settlement.resend_lost(some, "a") == 0
+    monkeypatch.setattr(settlement, "RESEND_S", 0.0)
     for _ in range(4):
-        schedules.resend_lost(some, "a")
-    assert len(some.sent) == schedules.MOST_SENDS
+        settlement.resend_lost(some, "a")
+    assert len(some.sent) == settlement.MOST_SENDS
     assert "no end after" in state(some).last_error
     assert state(some).running == {}
 

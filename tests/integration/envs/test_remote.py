@@ -113,6 +113,20 @@ def test_a_tenant_drives_an_environment_to_its_end(open_session: Open) -> None:
         np.testing.assert_array_equal(env.reset(seed=3).images["top"], again.images["top"])
 
 
+def test_a_session_asked_for_again_is_not_opened_again(
+    open_session: Open, payload_redis_url: str, host: EnvironmentHost
+) -> None:
+    env = open_session("a")
+    request = EnvironmentRequest(env_id="tabletop/push", options={}, expert=True)
+    with redis.Redis.from_url(payload_redis_url) as admin:
+        again = {"tenant": "a", "session": env._session, "request": request}
+        admin.rpush(open_requests(HOST), wire.encode(again))
+        open_session("b")  # read after it
+        assert admin.llen(from_session("a", env._session)) == 0
+    assert host.num_sessions == 2
+    env.reset(seed=1)
+
+
 def test_errors_of_a_session_arrive_typed(open_session: Open) -> None:
     env = open_session("a")
     env.reset(seed=1)
