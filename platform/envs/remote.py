@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections import Counter
 from concurrent.futures import Future
 from typing import Any
@@ -46,6 +47,8 @@ class RemoteSessions:
         self._host_id = host_id
         self._isolation = isolation
         self._names: dict[tuple[str, str], str] = {}  # (tenant, name) to the host's id
+        # Whoever calls a session that has just ended is told so.
+        self._read_until: dict[str, float] = {}
         self._waiting: Counter[str] = Counter()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read, name="remote-sessions", daemon=True)
@@ -58,8 +61,10 @@ class RemoteSessions:
     def _read(self) -> None:
         opening = open_requests(self._host_id)
         while not self._stop.is_set():
-            tenants = {tenant for tenant, _ in list(self._names)}
-            keys = {to_host(tenant, self._host_id): tenant for tenant in sorted(tenants)}
+            now = time.monotonic()
+            self._read_until |= {tenant: now + REPLY_TTL_S for tenant, _ in list(self._names)}
+            self._read_until = {one: at for one, at in self._read_until.items() if now < at}
+            keys = {to_host(tenant, self._host_id): tenant for tenant in sorted(self._read_until)}
             try:
                 found = self._redis.blmpop(
                     _BLOCK_S, 1 + len(keys), opening, *keys, direction="LEFT", count=64

@@ -127,6 +127,15 @@ def test_a_session_asked_for_again_is_not_opened_again(
     env.reset(seed=1)
 
 
+def test_a_session_that_ended_is_said_to_be_gone(open_session: Open) -> None:
+    """Its tenant's last one, though the host has looked about since."""
+    env = open_session("a")
+    env.close()
+    open_session("b")
+    with pytest.raises(NotFoundError):
+        env._call("reset", {"seed": 1})
+
+
 def test_errors_of_a_session_arrive_typed(open_session: Open) -> None:
     env = open_session("a")
     env.reset(seed=1)
