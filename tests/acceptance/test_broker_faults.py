@@ -139,6 +139,7 @@ def assert_each_step_once(stack: Stack, run: Run, calm: dict[int, float]) -> Non
     assert losses(run) == calm
 
 
+@pytest.mark.slow  # a minute of time-outs
 def test_half_open_connections_are_given_up_f25(stack: Stack, calm: dict[int, float]) -> None:
     """Bytes are taken and nothing comes back, without an error: all notice by their time-outs."""
     run = stack.submit()
@@ -150,6 +151,7 @@ def test_half_open_connections_are_given_up_f25(stack: Stack, calm: dict[int, fl
     assert_each_step_once(stack, run, calm)
 
 
+@pytest.mark.slow  # a minute of time-outs
 def test_a_broker_that_stands_still_is_waited_for_f26(stack: Stack, calm: dict[int, float]) -> None:
     """Stopped for longer than any socket waits: clients send again, and it counts once."""
     run = stack.submit()
