@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vla_platform import work
 from vla_platform.control import dispatch
 from vla_platform.control.services import Services
+from vla_platform.control.stage_work import compute_waiting
 from vla_platform.control.states import DropReason, JobState, Stage
 from vla_platform.control.training_job import MOST_EPISODES, SAMPLES_TTL_S, TrainingJob
 from vla_platform.control.workloads import load_rl_spec
@@ -150,19 +149,7 @@ def _by_group(
 
 def compute_ready(services: Services, worker: str) -> int:
     """Lease and compute what waits, for one slice; returns how many jobs that were."""
-    done = 0
-    end = time.monotonic() + services.settings.slice_s
-    while time.monotonic() < end:
-        job = services.ledger.lease_stage(
-            Stage.ADVANTAGES, worker, lease_s=services.settings.lease_s
-        )
-        if job is not None:
-            with work.on_job("advantages", job):
-                _compute(services, job)
-            done += 1
-        elif not services.ledger.wait_for_stage(Stage.ADVANTAGES, timeout_s=0.5) and not done:
-            break
-    return done
+    return compute_waiting(services, Stage.ADVANTAGES, worker, _compute)
 
 
 def _compute(services: Services, job: TrainingJob) -> None:

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from vla_platform import work
 from vla_platform.control import dispatch
 from vla_platform.control.advantages import columns_of_summaries, episodes_of
 from vla_platform.control.leases import kept_alive
 from vla_platform.control.services import Services
+from vla_platform.control.stage_work import compute_waiting
 from vla_platform.control.states import DropReason, JobState, Stage, state_after
 from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
 from vla_platform.control.workloads import load_rl_spec
@@ -40,17 +40,7 @@ _log = logging.getLogger(__name__)
 
 def grade_waiting(services: Services, worker: str) -> int:
     """Lease and grade what waits, for one slice; returns how many jobs that were."""
-    done = 0
-    end = time.monotonic() + services.settings.slice_s
-    while time.monotonic() < end:
-        job = services.ledger.lease_stage(Stage.SCORES, worker, lease_s=services.settings.lease_s)
-        if job is not None:
-            with work.on_job("scores", job):
-                _grade(services, job)
-            done += 1
-        elif not services.ledger.wait_for_stage(Stage.SCORES, timeout_s=0.5) and not done:
-            break
-    return done
+    return compute_waiting(services, Stage.SCORES, worker, _grade)
 
 
 def _grade(services: Services, job: TrainingJob) -> None:
