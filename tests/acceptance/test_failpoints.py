@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ STEPS = 40
 RTO_S = 15.0
 TIMEOUT_S = 120
 ROUNDS = 200
+RESTARTS = 5
 ROLE = {Failpoint.PAYLOAD_WRITTEN: "sft", Failpoint.META_PUBLISHED: "sft"}
 NTH = {Failpoint.AFTER_POP: 1, Failpoint.BEFORE_ACK: 1, Failpoint.STAGE_DONE: 2,
        Failpoint.AFTER_MANIFEST: 2, Failpoint.PART_K: 5}  # fmt: skip
@@ -110,6 +113,13 @@ def calm(stack: Stack) -> tuple[dict[int, float], str]:
     return losses(run), stack.module_digest(run)
 
 
+def reach(run: Run, step: int) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while run.status().step < step:
+        assert time.monotonic() < end, f"{run.id} does not reach step {step}"
+        time.sleep(0.02)
+
+
 def losses(run: Run) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in run.metrics() if event["kind"] == "step"}
 
@@ -150,6 +160,86 @@ def test_a_death_at_a_named_place_loses_and_doubles_nothing_f01_f55_pf02(
     assert pause_s < RTO_S + 10  # the promise, and the start of a process on a busy machine
 
 
+def test_a_death_in_mid_step_of_one_of_three_moves_nobody_f04(
+    stack: Stack, calm: tuple[dict[int, float], str]
+) -> None:
+    """Its mates' steps of that group are durable or done again, never half."""
+    pid = stack.arm("gpu", Failpoint.BEFORE_OPTIMIZER, 20)
+    runs = [stack.submit() for _ in range(3)]
+    psutil.Process(pid).wait(TIMEOUT_S)
+    stack.armed.unlink()  # the process after it will have none
+    for run in runs:
+        run.result(TIMEOUT_S)
+        assert list(stack.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
+        assert (losses(run), stack.module_digest(run)) == calm
+
+
+def test_a_second_sigterm_ends_a_warm_stop_and_hands_back_at_once_f09(
+    stack: Stack, calm: tuple[dict[int, float], str]
+) -> None:
+    run = stack.submit()
+    reach(run, 5)
+    pid = stack.pid("gpu")
+    worker = psutil.Process(pid)
+    asked = time.monotonic()
+    worker.terminate()
+    worker.terminate()
+    worker.wait(10)
+    reach(run, run.status().step + 1)
+    assert time.monotonic() - asked < RTO_S + 10
+    run.result(TIMEOUT_S)
+    assert (losses(run), stack.module_digest(run)) == calm
+    assert list(stack.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
+
+
+def test_requests_are_answered_while_their_worker_is_restarted_again_and_again_f10(
+    stack: Stack, calm: tuple[dict[int, float], str]
+) -> None:
+    """SIGTERM in the middle of a stream of requests: each has one effect and its answer."""
+    run = stack.submit(steps=3, checkpoint={})
+    run.result(TIMEOUT_S)
+    over = threading.Event()
+
+    def ask() -> int:
+        count = 0
+        while not over.is_set():
+            assert run.explain()["state"] == "succeeded"
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        submitted = []
+        for number in range(RESTARTS):
+            before = stack.pid("control")
+            psutil.Process(before).terminate()
+            submitted.append(stack.submit(steps=1, checkpoint={}, idempotency_key=f"f10-{number}"))
+            stack.restarted("control", before)
+        over.set()
+        assert all(one.result(TIMEOUT_S) > 0 for one in asking)
+    assert len({one.id for one in submitted}) == RESTARTS
+    for one in submitted:
+        assert one.result(TIMEOUT_S).step == 1
+
+
+def test_a_long_job_is_cancelled_at_its_next_step_while_control_answers_pf08(
+    stack: Stack, calm: tuple[dict[int, float], str]
+) -> None:
+    """A thread cannot be terminated: it looks for the cancellation itself."""
+    long, mate = stack.submit(steps=5000, checkpoint={}), stack.submit()
+    reach(long, 2)
+    app = Celery("ping", broker=stack.admin.info.redis_url, set_as_current=False)
+    answered = {name for one in app.control.ping(timeout=3.0) for name in one}
+    asked = time.monotonic()
+    assert long.cancel() == "cancelled"
+    done = stack.admin.ledger.steps(long.id)
+    assert time.monotonic() - asked < 5
+    app.close()
+    assert any(name.startswith("gpu@") for name in answered)
+    mate.result(TIMEOUT_S)
+    assert (losses(mate), stack.admin.ledger.steps(long.id)) == (calm[0], done)
+
+
 def test_a_step_that_hangs_ends_its_worker_and_is_done_by_the_next_f15(
     stack: Stack, calm: tuple[dict[int, float], str]
 ) -> None:
@@ -159,10 +249,7 @@ def test_a_step_that_hangs_ends_its_worker_and_is_done_by_the_next_f15(
     psutil.Process(before).kill()
     hangs = stack.restarted("gpu", before)
     run = stack.submit()
-    end = time.monotonic() + TIMEOUT_S
-    while run.status().step < 1:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    reach(run, 1)
     stack.armed.unlink()  # it was read; the process after it will have none
     run.result(TIMEOUT_S)
     assert not psutil.pid_exists(hangs)
