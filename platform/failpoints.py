@@ -30,6 +30,8 @@ class Failpoint(StrEnum):
     """A training worker has leased a group."""
     BEFORE_STEP = "before_step"
     """Its samples are fetched; nothing is changed yet."""
+    BEFORE_OPTIMIZER = "before_optimizer"
+    """A policy's gradients are there; its optimizer has not moved."""
     AFTER_STEP = "after_step"
     """Modules are updated; the ledger has not heard of it."""
     AFTER_STEPLOG = "after_steplog"

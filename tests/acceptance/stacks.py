@@ -38,14 +38,14 @@ class Stack:
         assert pid is not None, role
         return pid
 
-    def working(self, role: str, timeout_s: float = 60.0) -> int:
-        """The pid of a role's process, once it runs."""
+    def working(self, role: str, *, after: int | None = None, timeout_s: float = 60.0) -> int:
+        """The pid of a role's process once it runs, and is another than `after`."""
         found: list[int] = []
 
         def runs() -> bool:
             one = next(one for one in operate.status(self.var) if one.role == role)
-            found[:] = [one.pid] if one.pid and str(one.state) == "running" else []
-            return bool(found)
+            found[:] = [one.pid] if one.pid not in (None, 0, after) else []
+            return bool(found) and str(one.state) == "running"
 
         wait_until(runs, timeout_s)
         return found[0]

@@ -7,8 +7,10 @@ each death happens once and the process that follows it is sound.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from celery import Celery
 
 from tests.acceptance.recorded import offline, write_mixed
 from tests.acceptance.stacks import RANDOM, Stack, demonstrate, losses, sft, started
+from tests.waiting import wait_until
 from vla_platform.client import Platform, Run
 from vla_platform.failpoints import Failpoint
 
@@ -25,6 +28,7 @@ STEPS = 40
 RTO_S = 15.0
 TIMEOUT_S = 120
 ROUNDS = 200
+RESTARTS = 5
 ROLE = {Failpoint.PAYLOAD_WRITTEN: "sft", Failpoint.META_PUBLISHED: "sft"}
 NTH = {Failpoint.AFTER_POP: 1, Failpoint.BEFORE_ACK: 1, Failpoint.STAGE_DONE: 2,
        Failpoint.AFTER_MANIFEST: 2, Failpoint.PART_K: 5}  # fmt: skip
@@ -82,6 +86,10 @@ def calm(tenant: Tenant) -> tuple[dict[int, float], str]:
     return losses(run), tenant.module(run)
 
 
+def reach(run: Run, step: int) -> None:
+    wait_until(lambda: run.status().step >= step, TIMEOUT_S)
+
+
 def die_once(
     tenant: Tenant, failpoint: Failpoint, nth: int, *, role: str = "", **spec: Any
 ) -> tuple[Run, float]:
@@ -114,6 +122,84 @@ def test_a_death_at_a_named_place_loses_and_doubles_nothing_f01_f55_pf02(
     assert tenant.steps(run) == list(range(1, STEPS + 1))
     assert (losses(run), tenant.module(run)) == calm
     assert pause_s < RTO_S + 10  # the promise, and the start of a process on a busy machine
+
+
+def test_a_death_in_mid_step_of_one_of_three_moves_nobody_f04(
+    tenant: Tenant, calm: tuple[dict[int, float], str]
+) -> None:
+    """Its mates' steps of that group are durable or done again, never half."""
+    pid = tenant.arm("gpu", Failpoint.BEFORE_OPTIMIZER, 20)
+    runs = [tenant.submit() for _ in range(3)]
+    psutil.Process(pid).wait(TIMEOUT_S)
+    for run in runs:
+        run.result(TIMEOUT_S)
+        assert tenant.steps(run) == list(range(1, STEPS + 1))
+        assert (losses(run), tenant.module(run)) == calm
+
+
+def test_a_second_sigterm_ends_a_warm_stop_and_hands_back_at_once_f09(
+    tenant: Tenant, calm: tuple[dict[int, float], str]
+) -> None:
+    run = tenant.submit()
+    reach(run, 5)
+    worker = psutil.Process(tenant.stack.working("gpu"))
+    asked = time.monotonic()
+    worker.terminate()
+    worker.terminate()
+    worker.wait(10)
+    reach(run, run.status().step + 1)
+    assert time.monotonic() - asked < RTO_S + 10
+    run.result(TIMEOUT_S)
+    assert (losses(run), tenant.module(run)) == calm
+    assert tenant.steps(run) == list(range(1, STEPS + 1))
+
+
+def test_requests_are_answered_while_their_worker_is_restarted_again_and_again_f10(
+    tenant: Tenant, calm: tuple[dict[int, float], str]
+) -> None:
+    """SIGTERM in the middle of a stream of requests: each has one effect and its answer."""
+    run = tenant.submit(steps=3, checkpoint={})
+    run.result(TIMEOUT_S)
+    over = threading.Event()
+
+    def ask() -> int:
+        count = 0
+        while not over.is_set():
+            assert run.explain()["state"] == "succeeded"
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        submitted = []
+        for number in range(RESTARTS):
+            before = tenant.stack.working("control")
+            psutil.Process(before).terminate()
+            submitted.append(tenant.submit(steps=1, checkpoint={}, idempotency_key=f"f10-{number}"))
+            tenant.stack.working("control", after=before)
+        over.set()
+        assert all(one.result(TIMEOUT_S) > 0 for one in asking)
+    assert len({one.id for one in submitted}) == RESTARTS
+    for one in submitted:
+        assert one.result(TIMEOUT_S).step == 1
+
+
+def test_a_long_job_is_cancelled_at_its_next_step_while_control_answers_pf08(
+    tenant: Tenant, calm: tuple[dict[int, float], str]
+) -> None:
+    """A thread cannot be terminated: it looks for the cancellation itself."""
+    long, mate = tenant.submit(steps=5000, checkpoint={}), tenant.submit()
+    reach(long, 2)
+    app = Celery("ping", broker=tenant.stack.admin.info.redis_url, set_as_current=False)
+    answered = {name for one in app.control.ping(timeout=3.0) for name in one}
+    asked = time.monotonic()
+    assert long.cancel() == "cancelled"
+    done = tenant.steps(long)
+    assert time.monotonic() - asked < 5
+    app.close()
+    assert any(name.startswith("gpu@") for name in answered)
+    mate.result(TIMEOUT_S)
+    assert (losses(mate), tenant.steps(long)) == (calm[0], done)
 
 
 def test_a_step_that_hangs_ends_its_worker_and_is_done_by_the_next_f15(
