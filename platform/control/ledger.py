@@ -15,9 +15,7 @@ import redis
 from vla_platform.control.ledger_functions import LedgerFunctions, answered
 from vla_platform.control.states import JobState, Stage
 from vla_platform.control.training_job import Due, Progress, ReserveLimits, TrainingJob
-from vla_platform.errors import (
-    NotFoundError,
-)
+from vla_platform.errors import NotFoundError
 
 
 class Ledger:

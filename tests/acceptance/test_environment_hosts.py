@@ -19,7 +19,7 @@ from vla_platform.client import Platform
 from vla_platform.control.environment_hosts import HostTable
 from vla_platform.envs.evaluation_records import EvaluationRecord
 from vla_platform.envs.remote_protocol import acl_rules
-from vla_platform.envs.rollout import RolloutConfig
+from vla_platform.envs.rollout_messages import RolloutConfig
 from vla_platform.errors import QuotaError, SpecError
 from vla_storage.payloads import ArenaTier, RedisPayloadStore
 
