@@ -50,6 +50,18 @@ def test_maniskill_time_limit_rewards_and_refusals(maniskill: dict[str, Any]) ->
     assert maniskill["other_simulator"] == "this process serves maniskill; gymnasium needs another"
 
 
+def test_maniskill_pictures_come_with_the_robots_state_or_the_tasks(
+    maniskill: dict[str, Any],
+) -> None:
+    assert maniskill["observations"] == {
+        "state_names": True,
+        "equal_states": True,
+        "equal_pictures": True,
+        "state_dims": [35, 35, 16],
+        "cameras": [[], ["base_camera"], ["base_camera"]],
+    }
+
+
 def test_a_maniskill_rollout_with_pictures(maniskill: dict[str, Any]) -> None:
     found = maniskill["rollout"]
     assert (found["transitions"], found["success_rate"]) == (24, 1.0)
