@@ -19,7 +19,7 @@ from vla_platform.cli.tenants import Operator, operator
 from vla_platform.client import Run
 from vla_platform.datasets.recording import make_demonstrations
 from vla_platform.envs.tabletop import Tabletop
-from vla_platform.stack import operate
+from vla_platform.stack import operate, supervisor
 from vla_platform.stack.roles import ROLES, Role, environment_roles
 from vla_storage.checkpoint_types import MODULE
 
@@ -80,6 +80,9 @@ def started(
         with operator(var) as admin:
             yield Stack(var, data, admin)
     finally:
+        daemon = supervisor.daemon(var.resolve())
+        if daemon is not None:
+            daemon.kill()  # its data go with the folder: no need for the seconds of a warm stop
         operate.down(var)
 
 
