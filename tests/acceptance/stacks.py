@@ -25,6 +25,8 @@ from vla_storage.checkpoint_types import MODULE
 
 RANDOM = {"VLA_BASE_MODELS": "tiny=tiny-random"}
 """The base model with random weights: nothing to load, and nothing general to learn."""
+WORKERS = tuple(role for role in ROLES if role.name in ("control", "sft", "gpu", "beat"))
+"""Who does a run's work: all but those that watch."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,9 @@ def started(
         operate.down(var)
 
 
-def with_tabletop(folder: Path) -> tuple[Role, ...]:
-    """All roles and an environment host, for `started(folder)`."""
-    return (*ROLES, *environment_roles(1, {"tabletop": 1.0}, folder / "var"))
+def with_tabletop(folder: Path, roles: Iterable[Role] = ROLES) -> tuple[Role, ...]:
+    """These and an environment host, for `started(folder)`."""
+    return (*roles, *environment_roles(1, {"tabletop": 1.0}, folder / "var"))
 
 
 def demonstrate(folder: Path, *, episodes: int) -> None:

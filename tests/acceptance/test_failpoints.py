@@ -19,7 +19,7 @@ import pytest
 from celery import Celery
 
 from tests.acceptance.recorded import offline, write_mixed
-from tests.acceptance.stacks import RANDOM, Stack, demonstrate, losses, sft, started
+from tests.acceptance.stacks import RANDOM, WORKERS, Stack, demonstrate, losses, sft, started
 from tests.waiting import wait_until
 from vla_platform.client import Platform, Run
 from vla_platform.failpoints import Failpoint
@@ -77,7 +77,7 @@ def tenant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenant]:
         **RANDOM, "VLA_FAILPOINT": f"@{armed}", "VLA_SLICE_S": "1", "VLA_TRAINING_WATCHDOG_S": "15",
     }  # fmt: skip
     with (
-        started(folder, environment=environment) as stack,
+        started(folder, environment=environment, roles=WORKERS) as stack,
         Platform(stack.admin.add("a")) as platform,
     ):
         yield Tenant(stack, platform, armed)
