@@ -43,6 +43,7 @@ def test_b18_unknown_environments_are_refused_with_the_nearest(env_id: str, hint
         ("maniskill/PushCube-v1", {"control_mode": "pd_everything"}),
         ("maniskill/PushCube-v1", {"__class__": "os.system"}),
         ("maniskill/PushCube-v1", {"image_size": True}),
+        ("maniskill/PushCube-v1", {"observations": "depth"}),
         ("tabletop/reach", {"cameras": ["../../etc/passwd"]}),
         ("tabletop/reach", {"max_steps": 0}),
         ("gymnasium/CartPole-v1", {"arguments": {"render_mode": "human"}}),
