@@ -189,11 +189,8 @@ class Slot:
     def _gradients(
         self, samples: Samples | None, share: BatchShare, num_microbatches: int
     ) -> tuple[float, float]:
-        try:
+        with self.abandoned_on_error():
             own = self._own_gradients(samples, share, num_microbatches)
-        except Exception:
-            self._sum.abandon()
-            raise
         loss = float(self._sum(own[None]))
         if not math.isfinite(loss):
             raise self._diverged("loss", loss)
@@ -244,6 +241,15 @@ class Slot:
             policy_key=self.config.policy_key,
             step=self.step,
         )
+
+    @contextlib.contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """What fails within fails before the ranks add up their parts: none takes the step."""
+        try:
+            yield
+        except Exception:
+            self._sum.abandon()
+            raise
 
     def update_policy(
         self,
@@ -415,8 +421,8 @@ class _Descent:
             raise self._slot._diverged("loss", loss)
         return found
 
-    def abandon(self) -> None:
-        self._slot._sum.abandon()
+    def abandoned_on_error(self) -> contextlib.AbstractContextManager[None]:
+        return self._slot.abandoned_on_error()
 
     def step(self) -> float:
         norm = self._slot._clip()

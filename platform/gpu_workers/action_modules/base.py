@@ -149,7 +149,7 @@ class ActionModule(nn.Module, ABC):
         """The text of each row: the task, with the state's bins where the schema says `prompt`."""
         if self.schema.state_input != "prompt" or state is None or self.state_normalizer is None:
             return prompts
-        scaled = self.state_normalizer.normalize(torch.from_numpy(state).to(self.device)).cpu()
+        scaled = self.state_normalizer.normalize(torch.tensor(state, device=self.device)).cpu()
         edges = np.linspace(-1, 1, STATE_BINS + 1)[:-1]
         bins = np.clip(np.digitize(scaled.numpy(), edges) - 1, 0, STATE_BINS - 1)
         return [state_prompt(text, row) for text, row in zip(prompts, bins, strict=True)]

@@ -9,6 +9,7 @@ is valid takes no step (PF-31).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -56,8 +57,8 @@ class Descent(Protocol):
         Raises `DivergedError` where the loss is not finite.
         """
 
-    def abandon(self) -> None:
-        """This rank has failed before `together`: nobody takes the step."""
+    def abandoned_on_error(self) -> AbstractContextManager[None]:
+        """What fails within fails before `together`: no rank takes the step."""
 
     def step(self) -> float:
         """Take the step; returns the norm of its gradient."""
@@ -122,8 +123,8 @@ def descend(
                 continue
             totals = Totals.counted(counts, device)
             parts = share.passes(places, max_tokens=max_tokens)
-            try:
-                shares = []
+            shares = []
+            with descent.abandoned_on_error():
                 for part in parts:
                     drawn = draw(part.num_rows)
                     if given is not None and part.own:
@@ -131,9 +132,6 @@ def descend(
                         descent.add(one.total)
                         shares.append(one)
                 numbers = sum_of(shares, kind, device)
-            except Exception:
-                descent.abandon()
-                raise
             found.passes += len(parts)
             found.losses.append(kind(*descent.together(numbers).unbind()))
             if stops(found.losses[-1]):
