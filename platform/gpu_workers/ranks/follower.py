@@ -37,7 +37,7 @@ from vla_platform.gpu_workers.ranks.commands import (
     Unmount,
 )
 from vla_platform.gpu_workers.ranks.group import ProcessGroup
-from vla_platform.gpu_workers.ranks.link import Begin, Do, Done, Loaded, Told
+from vla_platform.gpu_workers.ranks.link import Begin, Do, Done, Loaded, Meet, Told
 from vla_platform.gpu_workers.samples import ROW
 from vla_platform.gpu_workers.training import (
     TrainingModelService,
@@ -185,8 +185,9 @@ def follow(link: FollowerLink, begin: Begin) -> None:
     models = settings.served_models().items()
     backbones = {name: Backbone.load(source, device=begin.device) for name, source in models}
     link.send(Loaded({name: backbone.digest for name, backbone in backbones.items()}))
+    meet: Meet = link.receive()
     group = ProcessGroup(
-        begin.folder,
+        meet.folder,
         rank=begin.rank,
         num_ranks=begin.num_ranks,
         device=begin.device,

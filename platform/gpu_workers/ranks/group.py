@@ -22,12 +22,14 @@ from torch import Tensor, distributed
 
 from vla_platform.errors import RankLostError
 
+SHORTEST_S = 30.0
+"""Under this, a busy machine would be taken for a lost rank while ranks meet."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class ProcessGroup:
     """Collectives of one rank. Raises `RankLostError` where another is gone, or later than
-    `timeout_s`."""
+    `timeout_s` (half a minute at least)."""
 
     def __init__(
         self, folder: Path, *, rank: int, num_ranks: int, device: str, timeout_s: float
@@ -40,7 +42,7 @@ class ProcessGroup:
                 init_method=f"file://{folder / 'store'}",
                 rank=rank,
                 world_size=num_ranks,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=max(timeout_s, SHORTEST_S)),
             )
             for kind in {"cpu", device}:  # connections are made with the first collective
                 self.add_up(torch.zeros(1, device=kind))

@@ -13,9 +13,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +27,7 @@ from vla_platform.errors import ConfigurationError, RankLostError, UnsoundWorker
 from vla_platform.gpu_workers.ranks.base import Ranks
 from vla_platform.gpu_workers.ranks.commands import Command
 from vla_platform.gpu_workers.ranks.group import ProcessGroup
-from vla_platform.gpu_workers.ranks.link import Begin, Do, Done, Link, Loaded, Told
+from vla_platform.gpu_workers.ranks.link import Begin, Do, Done, Link, Loaded, Meet, Told
 from vla_platform.settings import Settings
 from vla_platform.stack.servers import guarded
 
@@ -58,9 +60,7 @@ class Team:
         self._device = device
         self._timeout_s = settings.training_watchdog_s
         self._closing = threading.Event()
-        self._folder = settings.var / "ranks" / (settings.role or "worker")
-        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier life
-        self._folder.mkdir(parents=True, mode=0o700)
+        self._closed = contextlib.ExitStack()
         self._group: ProcessGroup | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Link] = []
@@ -70,7 +70,6 @@ class Team:
                     rank=rank,
                     num_ranks=self.num_ranks,
                     device=device if device == "cpu" else f"{device}:{rank}",
-                    folder=self._folder,
                     settings=settings,
                 )
             )
@@ -88,13 +87,18 @@ class Team:
             loaded = link.receive(Loaded, timeout_s=LOADING_S)
             if loaded.digests != digests:
                 raise ConfigurationError(f"rank {rank} has loaded other base models than rank 0")
+        folder = self._closed.enter_context(tempfile.TemporaryDirectory(prefix="vla-ranks-"))
+        self.tell(Meet(Path(folder)))
         self._group = ProcessGroup(
-            self._folder,
+            Path(folder),
             rank=0,
             num_ranks=self.num_ranks,
             device=self._device,
             timeout_s=self._timeout_s,
         )
+        self._closed.callback(self._group.close)
+        if self._device == "cpu":  # nccl may look there again
+            shutil.rmtree(folder)
         _log.info("action=ranks_ready num_ranks=%d pids=%s", self.num_ranks, self.pids)
 
     def ranks(self, base_model: str) -> Ranks:
@@ -125,9 +129,7 @@ class Team:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._group is not None:
-            self._group.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._closed.close()
 
     def _start(self, begin: Begin) -> None:
         ours, theirs = socket.socketpair()

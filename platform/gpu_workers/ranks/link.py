@@ -19,7 +19,6 @@ class Begin:
     rank: int
     num_ranks: int
     device: str
-    folder: Path  # where the ranks meet
     settings: Settings
 
 
@@ -28,6 +27,13 @@ class Loaded:
     """Follower: the base models are there. Digests by name."""
 
     digests: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Rank 0: all have loaded. The folder is where the process group finds together."""
+
+    folder: Path
 
 
 @dataclass(frozen=True)

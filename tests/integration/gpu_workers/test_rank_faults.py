@@ -40,7 +40,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None
 def test_a_rank_that_hangs_or_dies_is_noticed(_redis_urls: dict[str, str], tmp_path: Path) -> None:
     """First it hangs, until rank 0 has waited long enough; then it dies."""
     url = _redis_urls["redis-payload"]
-    with pair_of_ranks(tmp_path, url, training_watchdog_s=2.0) as found:
+    with pair_of_ranks(tmp_path, url, training_watchdog_s=5.0) as found:
         config = config_maker(found.backbone)("a", optimizer=CALM)
         found.mount(config)
         (pid,) = found.team.pids
@@ -48,7 +48,7 @@ def test_a_rank_that_hangs_or_dies_is_noticed(_redis_urls: dict[str, str], tmp_p
         begun = time.monotonic()
         with pytest.raises(RankLostError):
             found.both.train_group([found.item(config, make_columns(config, 0, num=4))])
-        assert 1.5 < time.monotonic() - begun < 20
+        assert 4.5 < time.monotonic() - begun < 30
         assert found.lost == []
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: found.lost)
