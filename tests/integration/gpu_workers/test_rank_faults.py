@@ -19,6 +19,7 @@ from tests.integration.gpu_workers.test_ranks import CALM, pair_of_ranks, settin
 from tests.unit.gpu_workers.conftest import config_maker, make_columns  # noqa: E402
 from vla_platform.errors import ConfigurationError, RankLostError  # noqa: E402
 from vla_platform.gpu_workers.ranks.leader import Team  # noqa: E402
+from vla_platform.gpu_workers.training_items import TrainResult  # noqa: E402
 
 LEADER = """
 import sys, threading
@@ -38,16 +39,21 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None
 
 
 def test_a_rank_that_hangs_or_dies_is_noticed(_redis_urls: dict[str, str], tmp_path: Path) -> None:
-    """First it hangs, until rank 0 has waited long enough; then it dies."""
+    """Of three: first it hangs, until rank 0 has waited long enough; then it dies."""
     url = _redis_urls["redis-payload"]
-    with pair_of_ranks(tmp_path, url, training_watchdog_s=5.0) as found:
+    with pair_of_ranks(tmp_path, url, training_watchdog_s=5.0, training_ranks=3) as found:
         config = config_maker(found.backbone)("a", optimizer=CALM)
         found.mount(config)
-        (pid,) = found.team.pids
+        columns = make_columns(config, 0, num=4)
+        [outcome] = found.both.train_group([found.item(config, columns)])
+        assert isinstance(outcome, TrainResult)
+        found.alone.train_batch(config.policy_key, columns)
+        found.assert_close(config.policy_key)
+        pid = found.team.pids[-1]
         os.kill(pid, signal.SIGSTOP)
         begun = time.monotonic()
         with pytest.raises(RankLostError):
-            found.both.train_group([found.item(config, make_columns(config, 0, num=4))])
+            found.both.train_group([found.item(config, columns)])
         assert 4.5 < time.monotonic() - begun < 30
         assert found.lost == []
         os.kill(pid, signal.SIGKILL)

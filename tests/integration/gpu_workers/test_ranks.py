@@ -33,6 +33,7 @@ from vla_platform.rl.packing import RowMeta, assign  # noqa: E402
 from vla_platform.settings import Settings  # noqa: E402
 from vla_platform.specs import (  # noqa: E402
     AdamWSpec,
+    AWRSpec,
     FlowMatchingModule,
     GRPOSpec,
     OFTModule,
@@ -70,7 +71,8 @@ class Pair:
 
     def item(self, config: SlotConfig, columns: dict[str, Any], parts: int = 1) -> TrainItem:
         partition = self.put(columns)
-        own, source = fetch_batch(self.payloads, partition, "a", num_ranks=2)
+        num_ranks = self.team.num_ranks
+        own, source = fetch_batch(self.payloads, partition, "a", num_ranks=num_ranks)
         assert source is not None
         assert sorted(row for rows in source.rows for row in rows) == list(
             range(len(columns["actions"]))
@@ -170,7 +172,8 @@ def rollout(pair: Pair, config: SlotConfig, seed: int, *, rows: int = 11) -> dic
             torch.from_numpy(noise),
         )
     return {
-        "latent": drawn.latent.numpy(), "log_prob": drawn.log_prob.numpy(), "state": state,
+        "actions": drawn.actions.numpy(), "latent": drawn.latent.numpy(),
+        "log_prob": drawn.log_prob.numpy(), "state": state,
         "feature": features, "value": drawn.value.numpy(),
         "advantages": rng.normal(size=(rows, schema.chunk)).astype(np.float32),
         "returns": rng.normal(size=rows).astype(np.float32),
@@ -193,7 +196,11 @@ def cut(pair: Pair, columns: dict[str, Any]) -> tuple[dict[str, Any], Source]:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [PPOSpec(epochs=2, minibatches=3, entropy_weight=0.01), GRPOSpec(epochs=2, minibatches=2)],
+    [
+        PPOSpec(epochs=2, minibatches=3, entropy_weight=0.01),
+        GRPOSpec(epochs=2, minibatches=2),
+        AWRSpec(epochs=2, minibatches=2),
+    ],
     ids=lambda one: one.kind,
 )
 @pytest.mark.parametrize(
