@@ -13,9 +13,7 @@ the object store's own work on this machine and any other load count too. Rounds
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import secrets
 import statistics
 import subprocess
@@ -24,12 +22,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 for _name, _value in {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}.items():
     os.environ.setdefault(_name, _value)
 
 import numpy as np  # noqa: E402
+from result_line import print_result, target  # noqa: E402
 
 from vla_platform.stack.ports import LOOPBACK, free_ports  # noqa: E402
 from vla_platform.stack.servers import (  # noqa: E402
@@ -82,12 +82,7 @@ def object_store(folder: Path) -> Iterator[S3ObjectStore]:
             if process.poll() is not None:
                 raise SystemExit("SeaweedFS did not start")
             time.sleep(0.05)
-        with S3ObjectStore(
-            address.bucket,
-            endpoint=address.endpoint,
-            access_key=address.access_key,
-            secret_key=address.secret_key,
-        ) as store:
+        with address.objects() as store:
             yield store
     finally:
         process.kill()
@@ -164,6 +159,55 @@ def run(
     return time.perf_counter() - started, stalled
 
 
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What saving cost beside the plain loop."""
+
+    stall: float  # share of the saving loop
+    wall_cost: float
+    cpu_share: float
+    save_ms: float
+    publish_ms: float
+
+
+def measure(
+    training: Training, steps: int, tensors: dict[str, np.ndarray], store: CheckpointStore,
+    workload: str,
+) -> Round:  # fmt: skip
+    """A plain loop and one that saves, after each other."""
+    cpu = time.process_time()
+    plain_s, _ = run(training, steps, tensors, "none", None, store)
+    plain_cpu_s = time.process_time() - cpu
+    cpu = time.process_time()
+    with tempfile.TemporaryDirectory() as staging:
+        writer = CheckpointWriter(Path(staging))
+        saving_s, stalled_s = run(training, steps, tensors, workload, writer, store)
+        before = time.perf_counter()
+        if not writer.close(120):
+            raise SystemExit("the object store did not keep up")
+        drain_s = time.perf_counter() - before
+    saving_cpu_s = time.process_time() - cpu
+    before = time.perf_counter()
+    probe = checkpoint(tensors, workload, steps + 1)
+    store.publish(probe.header, probe.bodies())
+    publish_s = time.perf_counter() - before
+    found = [ref.step for ref in store.list("bench", workload)]
+    assert found == [*range(SAVE_EVERY, steps + 1, SAVE_EVERY), steps + 1], found
+    apply_retention(store, "bench", keep_last=1, workload_id=workload)
+    print(
+        f"{workload}: plain {plain_s:.2f} s, saving {saving_s:.2f} s, "
+        f"in save() {1000 * stalled_s:.0f} ms, drained in {drain_s:.2f} s",
+        file=sys.stderr,
+    )
+    return Round(
+        stall=stalled_s / saving_s,
+        wall_cost=saving_s / plain_s - 1,
+        cpu_share=saving_cpu_s / plain_cpu_s - 1,
+        save_ms=1000 * stalled_s * SAVE_EVERY / steps,
+        publish_ms=1000 * publish_s,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -175,78 +219,29 @@ def main() -> None:
     rounds, steps = (5, 400) if options.quick else (9, 400)
 
     tensors = slot(options.megabytes)
-    stalls, costs, cpu_shares, save_ms, publish_ms = [], [], [], [], []
     with tempfile.TemporaryDirectory() as folder, object_store(Path(folder)) as objects:
         store = CheckpointStore(objects=objects, tenant_id="bench", signing_key=b"benchmark")
         training = Training(options.step_ms)
         run(training, 20, tensors, "warm-up", None, store)
-        for number in range(rounds):
-            cpu = time.process_time()
-            plain_s, _ = run(training, steps, tensors, "none", None, store)
-            plain_cpu_s = time.process_time() - cpu
-            cpu = time.process_time()
-            with tempfile.TemporaryDirectory() as staging:
-                writer = CheckpointWriter(Path(staging))
-                workload = f"w{number}"
-                saving_s, stalled_s = run(training, steps, tensors, workload, writer, store)
-                before = time.perf_counter()
-                if not writer.close(120):
-                    raise SystemExit("the object store did not keep up")
-                drain_s = time.perf_counter() - before
-            cpu_shares.append((time.process_time() - cpu) / plain_cpu_s - 1)
-            before = time.perf_counter()
-            store.publish(
-                (probe := checkpoint(tensors, workload, steps + 1)).header, probe.bodies()
-            )
-            publish_ms.append(1000 * (time.perf_counter() - before))
-            found = [ref.step for ref in store.list("bench", workload)]
-            assert found == [*range(SAVE_EVERY, steps + 1, SAVE_EVERY), steps + 1], found
-            apply_retention(store, "bench", keep_last=1, workload_id=workload)
-            stalls.append(stalled_s / saving_s)
-            save_ms.append(1000 * stalled_s * SAVE_EVERY / steps)
-            costs.append(saving_s / plain_s - 1)
-            print(
-                f"round {number + 1}/{rounds}: plain {plain_s:.2f} s, saving {saving_s:.2f} s, "
-                f"in save() {1000 * stalled_s:.0f} ms, drained in {drain_s:.2f} s",
-                file=sys.stderr,
-            )
+        found = [
+            measure(training, steps, tensors, store, f"round-{number}-of-{rounds}")
+            for number in range(1, rounds + 1)
+        ]
     size_mb = sum(array.nbytes for array in tensors.values()) / (1 << 20)
-    print(
-        json.dumps(
-            {
-                "benchmark": "checkpoints",
-                "commit": commit(),
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-                "targets": {
-                    "checkpoint_stall": {
-                        "value": round(statistics.median(stalls), 5),
-                        "goal": GOAL,
-                        "unit": "share of training time",
-                    }
-                },
-                "details": {
-                    "wall_cost": round(statistics.median(costs), 4),
-                    "cpu_share": round(statistics.median(cpu_shares), 4),
-                    "save_ms": round(statistics.median(save_ms), 2),
-                    "publish_ms": round(statistics.median(publish_ms), 1),
-                    "checkpoint_mb": round(size_mb, 1),
-                    "step_ms": options.step_ms,
-                    "save_every": SAVE_EVERY,
-                },
-            }
-        )
+    stall = statistics.median(one.stall for one in found)
+    print_result(
+        "checkpoints",
+        {"checkpoint_stall": target(stall, GOAL, "share of training time", digits=5)},
+        {
+            "wall_cost": round(statistics.median(one.wall_cost for one in found), 4),
+            "cpu_share": round(statistics.median(one.cpu_share for one in found), 4),
+            "save_ms": round(statistics.median(one.save_ms for one in found), 2),
+            "publish_ms": round(statistics.median(one.publish_ms for one in found), 1),
+            "checkpoint_mb": round(size_mb, 1),
+            "step_ms": options.step_ms,
+            "save_every": SAVE_EVERY,
+        },
     )
-
-
-def commit() -> str:
-    done = subprocess.run(
-        ("git", "rev-parse", "--short", "HEAD"),
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

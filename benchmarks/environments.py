@@ -56,8 +56,8 @@ def make_plain() -> Any:
 
 
 @contextlib.contextmanager
-def bare(num: int) -> Iterator[Advance]:
-    envs = [make_plain() for _ in range(num)]
+def in_turn(envs: list[Any]) -> Iterator[Advance]:
+    """One step of each, one after the other."""
     for seed, env in enumerate(envs):
         env.reset(seed=seed)
     action = np.zeros(ACTION_DIM, np.float32)
@@ -71,25 +71,17 @@ def bare(num: int) -> Iterator[Advance]:
         env.close()
 
 
-@contextlib.contextmanager
-def adapter(num: int) -> Iterator[Advance]:
+def bare(num: int) -> contextlib.AbstractContextManager[Advance]:
+    return in_turn([make_plain() for _ in range(num)])
+
+
+def adapter(num: int) -> contextlib.AbstractContextManager[Advance]:
     """The harness's own environment, without session and host."""
     from vla_platform.envs.harnesses import make_environment
     from vla_platform.envs.sessions import EnvironmentRequest
 
     request = EnvironmentRequest(env_id=f"maniskill/{TASK}", options=options())
-    envs = [make_environment(request) for _ in range(num)]
-    for seed, env in enumerate(envs):
-        env.reset(seed)
-    action = np.zeros(ACTION_DIM, np.float32)
-
-    def advance() -> None:
-        for env in envs:
-            env.step(action)
-
-    yield advance
-    for env in envs:
-        env.close()
+    return in_turn([make_environment(request) for _ in range(num)])
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 
-def target(value: float, goal: float, unit: str) -> dict[str, Any]:
-    return {"value": round(value, 4), "goal": goal, "unit": unit}
+def target(value: float, goal: float, unit: str, *, digits: int = 4) -> dict[str, Any]:
+    return {"value": round(value, digits), "goal": goal, "unit": unit}
 
 
 def print_result(

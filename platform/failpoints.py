@@ -1,7 +1,8 @@
 """Named places where a test lets a process die, raise or stall. Off unless `VLA_FAILPOINT` is set.
 
-`VLA_FAILPOINT=name:action:nth`, such as `after_step:kill:3`; with `@FILE` the same text is read
-from a file once, when the process starts, so that a test can disarm what comes after a restart.
+`VLA_FAILPOINT=name:action:nth`, such as `after_step:kill:3`. With `@FILE` the same text is read
+from `FILE-<pid>` once that is there: a test arms a process that runs, no other, and not the one
+that follows it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Failpoint(StrEnum):
     """A training worker has leased a group."""
     BEFORE_STEP = "before_step"
     """Its samples are fetched; nothing is changed yet."""
+    BEFORE_OPTIMIZER = "before_optimizer"
+    """A policy's gradients are there; its optimizer has not moved."""
     AFTER_STEP = "after_step"
     """Modules are updated; the ledger has not heard of it."""
     AFTER_STEPLOG = "after_steplog"
@@ -80,7 +83,7 @@ class _Armed:
 
 def reach(name: Failpoint) -> None:
     """A process passes a named place. Costs nothing to speak of while no failpoint is set."""
-    armed = _armed()
+    armed = _trigger().armed
     if armed is None or armed.name is not name:
         return
     with armed.lock:
@@ -95,14 +98,27 @@ def reach_in_storage(name: str) -> None:
     reach(_FROM_STORAGE[name])
 
 
+class _Trigger:
+    def __init__(self, setting: str) -> None:
+        self._file = Path(f"{setting[1:]}-{os.getpid()}") if setting.startswith("@") else None
+        self._armed = _parsed(setting) if setting and self._file is None else None
+        self._lock = threading.Lock()
+
+    @property
+    def armed(self) -> _Armed | None:
+        if self._armed is None and self._file is not None:
+            with self._lock:
+                if self._armed is None and self._file.exists():
+                    self._armed = _parsed(self._file.read_text())
+        return self._armed
+
+
 @functools.cache
-def _armed() -> _Armed | None:
-    text = load_settings().failpoint
-    if text.startswith("@"):
-        file = Path(text[1:])
-        text = file.read_text().strip() if file.exists() else ""
-    if not text:
-        return None
+def _trigger() -> _Trigger:
+    return _Trigger(load_settings().failpoint)
+
+
+def _parsed(text: str) -> _Armed:
     try:
         name, action, nth = text.split(":")
         return _Armed(Failpoint(name), _ACTIONS[action], int(nth), threading.Lock())

@@ -10,30 +10,29 @@ audit that was stopped goes on where it had got to.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from vla_storage.audit_archive import AuditArchive, Seal
-from vla_storage.audit_checks import Checked, check_folder, check_lineage, manifest_or_none
+from vla_storage.audit_checks import Checked, check_folder
 from vla_storage.audit_findings import AuditReport, Counts, Finding, FindingKind, Severity
-from vla_storage.audit_folders import Folder, Kind, folders, is_tenant
+from vla_storage.audit_lineage import Lineages, SpecKey
 from vla_storage.checkpoint_types import CheckpointRef
-from vla_storage.checkpoints import MANIFEST, CheckpointStore
+from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import (
     CheckpointError,
     InvalidKeyError,
     ObjectChangedError,
     ObjectExistsError,
-    ObjectNotFoundError,
 )
+from vla_storage.folders import Folder, Kind, folders
 from vla_storage.manifests import Manifest
 from vla_storage.marks import Marks, read_marks
 from vla_storage.objects.base import ObjectStore
@@ -57,8 +56,7 @@ class AuditRules:
     save_every_s: float = 10.0
     stale_s: float = 24 * 3600.0  # progress older than this is begun anew
     num_threads: int = 4
-    spec_key: Callable[[str, str], str] | None = None
-    """`spec_key(tenant, workload)`: the object whose SHA-256 is the lineage's spec digest."""
+    spec_key: SpecKey | None = None
 
 
 @dataclass(kw_only=True)
@@ -137,10 +135,8 @@ class _Walk:
         self._old_head: Seal | None = next(self._old, None)
         self._new: list[Seal] = []
         self._saved = time.monotonic()
-        self._before: tuple[CheckpointRef, Manifest | None] | None = None
+        self._lineages = Lineages(self._store, spec_key=rules.spec_key)
         self._marks: tuple[str, Marks] = ("", Marks())
-        self._spec: tuple[str, str] = ("", "")
-        self._parents: dict[CheckpointRef, bool] = {}
 
     def _begin(self, last: AuditReport | None, deep: bool) -> tuple[_State, str | None]:
         left, etag = self._archive.progress()
@@ -224,8 +220,8 @@ class _Walk:
             counts.checkpoints += 1
             counts.unchanged += 1
             self._new.append(known)
-            self._before = (folder.ref, None)
-            findings += self._lost_parent(known)
+            self._lineages.passed(folder.ref, None)
+            findings += self._lineages.lost_parent(known)
         elif checked is not None:
             found = checked.result()
             counts.bytes_read += found.bytes_read
@@ -234,12 +230,12 @@ class _Walk:
             if found.manifest is not None and folder.ref is not None:
                 counts.checkpoints += 1
                 counts.checked += 1
-                findings += self._lineage(found.manifest, folder)
+                findings += self._lineages.check(found.manifest, folder)
                 if not findings and not found.in_progress:
                     self._new.append(
                         Seal(prefix=folder.prefix, seal=seal, parent=_outer(found.manifest))
                     )
-                self._before = (folder.ref, found.manifest)
+                self._lineages.passed(folder.ref, found.manifest)
         if findings and folder.kind is not Kind.STRAY and len(state.suspects) < MOST_FINDINGS:
             state.suspects.append(folder.prefix)
         else:
@@ -271,16 +267,10 @@ class _Walk:
                 if folder.ref is not None:
                     findings += self._expired(folder.ref, folder.prefix)
                     if checked.manifest is not None:
-                        self._before = self._one_before(folder.ref)
-                        findings += self._lineage(checked.manifest, folder)
+                        self._lineages.look_back(folder.ref)
+                        findings += self._lineages.check(checked.manifest, folder)
                 self._report(findings)
         self._state.suspects = []
-
-    def _one_before(self, ref: CheckpointRef) -> tuple[CheckpointRef, None] | None:
-        earlier = [
-            one for one in self._store.list(ref.policy, ref.workload_id) if one.step < ref.step
-        ]
-        return (earlier[-1], None) if earlier else None
 
     def finish(self) -> AuditReport:
         state, rules = self._state, self._rules
@@ -333,62 +323,6 @@ class _Walk:
             self._state.parts += 1
             self._new = []
 
-    def _lineage(self, manifest: Manifest, folder: Folder) -> list[Finding]:
-        before = None
-        if self._before is not None:
-            ref, before = self._before
-            if (ref.policy, ref.workload_id) != (manifest.policy, manifest.workload_id):
-                before = None
-            elif before is None:
-                before = manifest_or_none(self._store, ref.id)
-        return list(
-            check_lineage(
-                manifest,
-                before,
-                key=folder.prefix + MANIFEST,
-                parent_is_there=self._is_there,
-                spec_digest=self._spec_digest(manifest.workload_id),
-            )
-        )
-
-    def _spec_digest(self, workload: str) -> str | None:
-        """Of the stored spec; empty where there is none, None where nobody asks."""
-        if self._rules.spec_key is None:
-            return None
-        if self._spec[0] != workload:
-            try:
-                text = self._objects.get(self._rules.spec_key(self._tenant, workload))
-                self._spec = (workload, hashlib.sha256(text).hexdigest())
-            except ObjectNotFoundError:
-                self._spec = (workload, "")
-        return self._spec[1]
-
-    def _lost_parent(self, known: Seal) -> list[Finding]:
-        if not known.parent or self._is_there(CheckpointRef.parse(known.parent)):
-            return []
-        return [
-            Finding(
-                kind=FindingKind.BROKEN_LINEAGE,
-                severity=Severity.WARNING,
-                tenant=self._tenant,
-                key=known.prefix + MANIFEST,
-                message=f"its parent {known.parent} is not there: it cannot be made again from "
-                "the start",
-                details={"parent": known.parent},
-            )
-        ]
-
-    def _is_there(self, ref: CheckpointRef) -> bool:
-        if ref not in self._parents:
-            if len(self._parents) > 1000:
-                self._parents.clear()
-            try:
-                self._objects.head(self._store.folder(ref) + MANIFEST)
-                self._parents[ref] = True
-            except ObjectNotFoundError:
-                self._parents[ref] = False
-        return self._parents[ref]
-
     def _expired(self, ref: CheckpointRef, prefix: str) -> list[Finding]:
         if self._marks[0] != ref.policy:
             try:
@@ -439,24 +373,3 @@ def _outer(manifest: Manifest) -> str:
         return ""
     same = (ref.policy, ref.workload_id) == (manifest.policy, manifest.workload_id)
     return "" if same else parent
-
-
-def prefixes(objects: ObjectStore) -> Iterator[str]:
-    """The first segments of all keys of a bucket, with one short listing each."""
-    after = ""
-    while True:
-        first = next(iter(objects.list("", after=after)), None)
-        if first is None:
-            return
-        head = first.key.partition("/")[0]
-        yield head
-        # The character after "/": every key below the prefix sorts before it.
-        after = f"{head}0" if "/" in first.key else first.key
-
-
-def unknown_prefixes(objects: ObjectStore, tenants: set[str]) -> list[str]:
-    """Prefixes of the bucket that belong to no tenant that there is."""
-    return [name for name in prefixes(objects) if is_tenant(name) and name not in tenants]
-
-
-__all__ = ["AuditRules", "Auditor", "prefixes", "unknown_prefixes"]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vla_storage.audit_findings import Finding, FindingKind, Severity
-from vla_storage.audit_folders import MOST_OBJECTS, Folder, Kind
 from vla_storage.checkpoint_types import CheckpointRef
 from vla_storage.checkpoints import MANIFEST, CheckpointStore
 from vla_storage.errors import (
@@ -20,11 +19,11 @@ from vla_storage.errors import (
     ObjectNotFoundError,
     StorageUnavailableError,
 )
+from vla_storage.folders import MOST_OBJECTS, Folder, Kind
 from vla_storage.manifests import Manifest, ManifestReason, ObjectEntry
 from vla_storage.objects.base import ObjectInfo
 from vla_storage.seals import is_seal
 
-VERSION_RECORD = "version.json"
 _OURS = re.compile(r"[a-z0-9][a-z0-9_-]*-[0-9a-f]{16}(\.[a-z0-9]+)?")
 _REASONS = {
     ManifestReason.SIGNATURE_WRONG: (FindingKind.EDITED_MANIFEST, Severity.CRITICAL),
@@ -76,23 +75,8 @@ def check_folder(
                 f"lies in no place that the platform writes to{more}",
                 num_objects=folder.num_objects, size_bytes=folder.size_bytes,
             )  # fmt: skip
-    elif folder.kind is Kind.VERSION:
-        return _check_version(notes, folder, now - grace_s)
     elif folder.kind is Kind.CHECKPOINT:
         return _check_checkpoint(store, notes, folder, deep=deep, limit=now - grace_s)
-    return Checked(findings=tuple(notes.found))
-
-
-def _check_version(notes: _Notes, folder: Folder, limit: float) -> Checked:
-    names = {item.key.rpartition("/")[2] for item in folder.items}
-    if VERSION_RECORD not in names:
-        if folder.newest > limit:
-            return Checked(in_progress=True)
-        _half_written(notes, folder, "a version without its record")
-    elif len(names) == 1:
-        notes.add(
-            FindingKind.MISSING, Severity.ERROR, folder.prefix, "a version without its module"
-        )
     return Checked(findings=tuple(notes.found))
 
 

@@ -8,14 +8,19 @@ its checkpoint, or after, and is told that it is gone.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from vla_storage.checkpoints import MANIFEST, CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointError, CheckpointNotFoundError
+from vla_storage.folders import folders
 from vla_storage.marks import Mark, Marks, change_marks, place_of, read_marks
 from vla_storage.seals import is_seal
+
+MOST_READ = 50
+"""Checkpoints without a whole seal that one plan reads, each by several requests: who plans has
+other tenants' work to do."""
 
 
 class Reason(StrEnum):
@@ -30,6 +35,8 @@ class Reason(StrEnum):
     IN_USE = "in use"
     DAMAGED = "damaged"
     """Newer than the oldest that is kept: evidence."""
+    UNREAD = "unread"
+    """Whether it is whole was not read, as `MOST_READ` others were."""
     ONLY = "only valid one"
     OLD = "old"
     """No rule keeps it."""
@@ -73,14 +80,16 @@ def plan_retention(
 
     Steps are compared as numbers and object times not at all (PF-21).
     """
+    listed = _listed(store, policy, workload_id)
     lineages: dict[str, list[CheckpointRef]] = {}
-    for ref in store.list(policy, workload_id):
+    for ref in sorted(listed):
         lineages.setdefault(ref.workload_id, []).append(ref)
     marks = read_marks(store.objects, store.tenant_id, policy)
     at = time.time() if now is None else now
+    wholeness = _Wholeness(store, listed)
     decided: list[tuple[str, Reason]] = []
     for refs in lineages.values():
-        decided += _decide(store, refs, rules, marks, protect, at)
+        decided += _decide(wholeness, refs, rules, marks, protect, at)
     stays = {Reason.OLD, Reason.EXPIRED}
     return RetentionPlan(
         policy=policy,
@@ -90,7 +99,7 @@ def plan_retention(
 
 
 def _decide(
-    store: CheckpointStore,
+    wholeness: _Wholeness,
     refs: list[CheckpointRef],
     rules: RetentionRules,
     marks: Marks,
@@ -105,17 +114,23 @@ def _decide(
     for ref in reversed(refs):
         reason = _rule(ref, rules, marks, protect, best, now)
         if reason is not Reason.EXPIRED and kept < rules.keep_last:
-            valid = _is_valid(store, ref)
-            kept += valid
+            whole = wholeness.of(ref)
+            kept += whole is True
             if reason is Reason.OLD:
-                reason = Reason.NEWEST if valid else Reason.DAMAGED
+                reason = _WHY[whole]
         decided[ref] = reason
     if not kept:
         # The last good one stays even where its time is over.
-        only = next((ref for ref in decided if _is_valid(store, ref)), None)
-        if only is not None:
-            decided[only] = Reason.ONLY
+        for ref in decided:
+            whole = wholeness.of(ref)
+            if whole is not False:
+                decided[ref] = Reason.ONLY if whole else Reason.UNREAD
+            if whole:
+                break
     return [(ref.id, decided[ref]) for ref in refs]
+
+
+_WHY = {True: Reason.NEWEST, False: Reason.DAMAGED, None: Reason.UNREAD}
 
 
 def _rule(
@@ -188,24 +203,29 @@ def plan_removal(
     """What of the named checkpoints may go: not what is marked or in use, and never the last valid
     one of a workload. Raises `CheckpointNotFoundError`."""
     marks = read_marks(store.objects, store.tenant_id, policy)
-    listed = store.list(policy)
     wanted = {CheckpointRef.parse(one) for one in ids}
-    for ref in wanted - set(listed):
+    workloads = sorted({ref.workload_id for ref in wanted})
+    listed: dict[CheckpointRef, bool] = {}
+    for workload in workloads:
+        listed |= _listed(store, policy, workload)
+    for ref in wanted - listed.keys():
         raise CheckpointNotFoundError(f"no checkpoint {ref.id}", checkpoint=ref.id)
+    wholeness = _Wholeness(store, listed)
     decided: list[tuple[str, Reason]] = []
-    for workload in sorted({ref.workload_id for ref in wanted}):
-        refs = [ref for ref in listed if ref.workload_id == workload]
-        rest = [ref for ref in refs if ref not in wanted]
-        spare = any(_is_valid(store, ref) for ref in reversed(rest))
-        for ref in reversed([ref for ref in refs if ref in wanted]):
+    for workload in workloads:
+        newest_first = sorted((ref for ref in listed if ref.workload_id == workload), reverse=True)
+        spare = any(wholeness.of(ref) for ref in newest_first if ref not in wanted)
+        for ref in newest_first:
+            if ref not in wanted:
+                continue
             reason = Reason.ASKED
             if ref.id in protect:
                 reason = Reason.IN_USE
             elif marks.is_kept(ref):
                 reason = Reason.MARKED
-            elif not spare and _is_valid(store, ref):
-                reason = Reason.ONLY
-            spare = spare or reason is not Reason.ASKED
+            elif not spare and (whole := wholeness.of(ref)) is not False:
+                reason = Reason.ONLY if whole else Reason.UNREAD
+            spare = spare or reason not in (Reason.ASKED, Reason.UNREAD)
             decided.append((ref.id, reason))
     return RetentionPlan(
         policy=policy,
@@ -281,9 +301,34 @@ def collect_leftovers(
     return leftovers
 
 
-def _is_valid(store: CheckpointStore, ref: CheckpointRef) -> bool:
-    try:
-        store.verify(ref.id, content=False)
-    except CheckpointError:
-        return False
-    return True
+def _listed(
+    store: CheckpointStore, policy: str, workload_id: str | None
+) -> dict[CheckpointRef, bool]:
+    """Every visible checkpoint, and whether it lists as its publisher sealed it."""
+    found, key = {}, store.signing_key
+    prefix = store.policy_prefix(policy, workload_id)
+    for folder in folders(store.objects.list(prefix), store.tenant_id):
+        ref = folder.ref
+        if ref is not None and any(item.key == folder.prefix + MANIFEST for item in folder.items):
+            found[ref] = key is not None and folder.facts(folder.seal(key), key) is not None
+    return found
+
+
+class _Wholeness:
+    """Which checkpoints are whole: by their seals, the others by reading at most `MOST_READ`."""
+
+    def __init__(self, store: CheckpointStore, sealed: Mapping[CheckpointRef, bool]) -> None:
+        self._store = store
+        self._known: dict[CheckpointRef, bool] = {ref: True for ref in sealed if sealed[ref]}
+        self._num_read = 0
+
+    def of(self, ref: CheckpointRef) -> bool | None:
+        """None: too many others were read."""
+        if ref not in self._known and self._num_read < MOST_READ:
+            self._num_read += 1
+            try:
+                self._store.verify(ref.id, content=False)
+                self._known[ref] = True
+            except CheckpointError:
+                self._known[ref] = False
+        return self._known.get(ref)

@@ -14,16 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-COLORS: dict[str, tuple[int, int, int]] = {
-    "red": (215, 40, 40),
-    "green": (50, 165, 65),
-    "blue": (45, 85, 215),
-    "yellow": (235, 210, 45),
-    "purple": (145, 60, 185),
-    "orange": (240, 135, 30),
-    "cyan": (60, 200, 215),
-    "pink": (240, 140, 190),
-}
+from vla_platform.envs import tabletop
+
+COLORS = {**tabletop.COLORS, "cyan": (60, 200, 215), "pink": (240, 140, 190)}
 NOUNS = ("block", "block", "block", "cube", "object", "bottle", "cup", "ball")
 SENTENCES = (
     "reach the {color} {noun}",

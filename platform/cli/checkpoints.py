@@ -87,9 +87,7 @@ def _store(url: str, tenant: str, var: Path) -> Iterator[CheckpointStore]:
     """A tenant's own by its URL, or with the platform's key as an operator."""
     if tenant:
         with operator(var) as one:
-            yield CheckpointStore(
-                objects=one.objects, tenant_id=tenant, signing_key=one.signing_key
-            )
+            yield one.checkpoints(tenant)
         return
     with connect(url) as platform:
         yield platform.checkpoint_store

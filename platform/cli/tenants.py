@@ -17,6 +17,7 @@ from vla_platform.control.ledger import Ledger
 from vla_platform.control.services import payload_clients
 from vla_platform.errors import ConfigurationError
 from vla_platform.stack.info import StackInfo, load
+from vla_storage.checkpoints import CheckpointStore
 from vla_storage.objects import S3Admin, S3ObjectStore
 from vla_storage.payloads import DEFAULT_QUOTA_BYTES
 
@@ -37,9 +38,13 @@ class Operator:
     def signing_key(self) -> bytes:
         return self.info.signing_key_file.read_bytes().strip()
 
-    def add(self, name: str, *, payload_quota_bytes: int = DEFAULT_QUOTA_BYTES) -> str:
-        return tenants.add_tenant(
-            name,
+    def checkpoints(self, tenant: str) -> CheckpointStore:
+        """One tenant's, verified with the platform's key."""
+        return CheckpointStore(objects=self.objects, tenant_id=tenant, signing_key=self.signing_key)
+
+    @property
+    def _servers(self) -> tenants.TenantServers:
+        return tenants.TenantServers(
             client=self.ledger.client,
             objects=self.objects,
             iam=self.iam,
@@ -48,30 +53,16 @@ class Operator:
             bucket=self.info.s3.bucket,
             payload_url=self.info.payload_url,
             payload_clients=self.payload_clients,
-            payload_quota_bytes=payload_quota_bytes,
         )
+
+    def add(self, name: str, *, payload_quota_bytes: int = DEFAULT_QUOTA_BYTES) -> str:
+        return tenants.add_tenant(self._servers, name, payload_quota_bytes=payload_quota_bytes)
 
     def rotate(self, name: str) -> str:
-        return tenants.rotate_tenant(
-            name,
-            client=self.ledger.client,
-            objects=self.objects,
-            iam=self.iam,
-            redis_url=self.info.redis_url,
-            s3_endpoint=self.info.s3.endpoint,
-            bucket=self.info.s3.bucket,
-            payload_url=self.info.payload_url,
-            payload_clients=self.payload_clients,
-        )
+        return tenants.rotate_tenant(self._servers, name)
 
     def remove(self, name: str) -> None:
-        tenants.remove_tenant(
-            name,
-            client=self.ledger.client,
-            objects=self.objects,
-            iam=self.iam,
-            payload_clients=self.payload_clients,
-        )
+        tenants.remove_tenant(self._servers, name)
 
 
 @contextmanager
@@ -80,17 +71,12 @@ def operator(var: Path) -> Iterator[Operator]:
     info = load(var.resolve())
     if info is None:
         raise ConfigurationError(f"no stack in {var}; start one with `vla up --var {var}`")
-    s3 = info.s3
     one = Operator(
         info=info,
         ledger=Ledger.connect(info.redis_url),
         payload_clients=payload_clients(info.payload_url),
-        objects=S3ObjectStore(
-            s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-        ),
-        iam=S3Admin(
-            s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-        ),
+        objects=info.s3.objects(),
+        iam=info.s3.admin(),
     )
     try:
         yield one

@@ -8,7 +8,8 @@ from typing import Any
 
 from vla_platform.client.connection import Connection, answers
 from vla_platform.control.schedule_policy import ScheduleState
-from vla_platform.control.schedules import firing_table, parse_schedule, state_key
+from vla_platform.control.schedule_states import parse_schedule, state_key
+from vla_platform.control.schedules import firing_table
 from vla_platform.control.trends import Point, read_trend
 from vla_platform.envs.evaluation_records import EvaluationArchive, EvaluationRecord
 from vla_platform.errors import NotFoundError

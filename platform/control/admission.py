@@ -30,7 +30,6 @@ from vla_platform.specs import (
     WorkloadSpec,
     nearest,
 )
-from vla_storage.checkpoints import CheckpointStore
 from vla_storage.manifests import Manifest
 
 
@@ -114,9 +113,7 @@ def check_teacher(
 def checkpoint_manifest(services: Services, tenant: str, checkpoint_id: str) -> Manifest:
     """Raises `CheckpointNotFoundError`, the same for another tenant's id as for one that never
     was (B20)."""
-    store = CheckpointStore(
-        objects=services.objects, tenant_id=tenant, signing_key=services.signing_key
-    )
+    store = services.checkpoints(tenant)
     return store.manifest(checkpoint_id)
 
 

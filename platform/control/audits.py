@@ -11,9 +11,10 @@ from vla_platform.control.tenant_records import list_tenants
 from vla_platform.control.workloads import spec_key
 from vla_platform.errors import TenantError
 from vla_platform.metrics.events import Event
-from vla_storage.audit import Auditor, AuditRules, unknown_prefixes
+from vla_storage.audit import Auditor, AuditRules
 from vla_storage.audit_archive import AuditArchive
 from vla_storage.audit_findings import AuditReport, Difference, Severity, difference
+from vla_storage.folders import unknown_prefixes
 from vla_storage.objects import ObjectStore
 
 WORKLOAD = "audits"

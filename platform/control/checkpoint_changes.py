@@ -19,7 +19,7 @@ from vla_platform.errors import SpecError
 from vla_platform.specs import Float, Int, Spec
 from vla_platform.specs.base import Name
 from vla_platform.specs.parsing import load_json, spec_error
-from vla_storage.checkpoints import CheckpointRef, CheckpointStore
+from vla_storage.checkpoints import CheckpointRef
 from vla_storage.retention import (
     Reason,
     RetentionPlan,
@@ -93,9 +93,7 @@ def change(services: Services, tenant: str, text: str) -> dict[str, Any]:
         wanted = _CHANGE.validate_json(json.dumps(document))
     except ValidationError as error:
         raise spec_error(error.errors(include_url=False)) from error
-    store = CheckpointStore(
-        objects=services.objects, tenant_id=tenant, signing_key=services.signing_key
-    )
+    store = services.checkpoints(tenant)
     if isinstance(wanted, Mark):
         given = wanted.model_dump(include={"pinned", "milestone"}, exclude_none=True)
         if wanted.ttl_s is not None:

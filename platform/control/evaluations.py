@@ -185,9 +185,7 @@ def keep_score(services: Services, record: EvaluationRecord) -> None:
     checkpoint = Outstanding.from_json(raw).checkpoint if raw is not None else ""
     if not checkpoint:
         return
-    store = CheckpointStore(
-        objects=services.objects, tenant_id=record.tenant, signing_key=services.signing_key
-    )
+    store = services.checkpoints(record.tenant)
     try:
         set_mark(store, checkpoint, score=record.success_rate)
     except CheckpointError as error:

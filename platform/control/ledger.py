@@ -1,77 +1,21 @@
 """The ledger: what is in flight, in the control Redis. The only module that changes it.
 
-Every operation is one atomic server-side function on server time (`lua/*.lua`, loaded as one
-library); its comment there says which states it accepts. Late writes of a lost lease raise
+Every operation is one atomic server-side function on server time (`ledger_functions`); its comment
+in `lua/*.lua` says which states it accepts. Late writes of a lost lease raise
 `LeaseLostError`, transitions that no table allows `IllegalTransitionError`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
 import json
-from collections.abc import Iterator
-from importlib import resources
 from typing import Any
 
 import redis
 
-from vla_platform.control.states import JobState, Stage, WaitReason, tables
+from vla_platform.control.ledger_functions import LedgerFunctions, answered
+from vla_platform.control.states import JobState, Stage
 from vla_platform.control.training_job import Due, Progress, ReserveLimits, TrainingJob
-from vla_platform.errors import (
-    ConflictError,
-    IllegalTransitionError,
-    LeaseLostError,
-    LedgerError,
-    NotFoundError,
-    QuotaError,
-    UnavailableError,
-)
-
-_ERRORS = {
-    "VLA_CONFLICT": ConflictError,
-    "VLA_NOT_FOUND": NotFoundError,
-    "VLA_QUOTA": QuotaError,
-    "VLA_LEASE_LOST": LeaseLostError,
-    "VLA_ILLEGAL": IllegalTransitionError,
-}
-_FILES = ("core", "claims", "stages", "workloads", "jobs", "workers")
-_OPERATIONS = (
-    *("submit", "restore", "prepared", "admit", "pause", "resume"),
-    *("checkpointed", "publish_version", "finish", "fail", "cancel"),
-    *("reserve", "mark", "lease_stage", "renew", "drop", "unscored", "complete", "release"),
-    *("lease_group", "heartbeat", "leave", "rewind", "fall_back", "expire", "pending", "review"),
-    *("claim", "renew_claim", "release_claim"),
-)
-_FOR_A_WHILE = (redis.OutOfMemoryError, redis.ReadOnlyError, redis.BusyLoadingError)
-"""Answers of a server that is full, failing over or starting."""
-TEST_CLOCK_KEY = "vla:test:clock"
-
-
-@functools.cache
-def library_source(*, test_clock: bool = False) -> str:
-    """The function library with the state tables in place.
-
-    With `test_clock` the milliseconds under `TEST_CLOCK_KEY` are added to the server's time.
-    """
-    folder = resources.files("vla_platform.control").joinpath("lua")
-    source = "\n".join(folder.joinpath(f"{name}.lua").read_text() for name in _FILES)
-    clock = f"tonumber(redis.call('GET', '{TEST_CLOCK_KEY}') or 0)" if test_clock else "0"
-    waits: dict[str, Any] = {reason.name: str(reason) for reason in WaitReason}
-    for marker, text in (("TABLES", _lua(tables())), ("WAITS", _lua(waits)), ("CLOCK", clock)):
-        source = source.replace(f"@{marker}@", text)
-    register = (f"redis.register_function('vla_{name}', {name})" for name in _OPERATIONS)
-    return "\n".join(["#!lua name=vla", source, *register])
-
-
-def _lua(value: dict[str, Any] | list[str] | str) -> str:
-    """A Lua table constructor: the JSON library is not there yet when functions are loaded."""
-    if isinstance(value, str):
-        return json.dumps(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"[{json.dumps(k)}] = {_lua(v)}" for k, v in value.items()) + "}"
-    return "{" + ", ".join(json.dumps(item) for item in value) + "}"
+from vla_platform.errors import NotFoundError
 
 
 class Ledger:
@@ -80,7 +24,8 @@ class Ledger:
     def __init__(self, client: redis.Redis, *, test_clock: bool = False) -> None:
         # With decode_responses replies are str, which redis-py's types do not say.
         self._redis: Any = client
-        self._test_clock = test_clock
+        self._functions = LedgerFunctions(client, test_clock=test_clock)
+        self._call = self._functions.call
 
     @classmethod
     def connect(cls, url: str, *, test_clock: bool = False) -> Ledger:
@@ -99,30 +44,12 @@ class Ledger:
 
     def server_id(self) -> str:
         """Changes with every start of the server."""
-        with _answers():
+        with answered():
             return str(self._redis.info("server")["run_id"])
 
     def load(self) -> None:
         """Put the function library on the server, replacing an older one."""
-        self._redis.function_load(library_source(test_clock=self._test_clock), replace=True)
-
-    def _call(self, name: str, *args: Any) -> Any:
-        try:
-            try:
-                return self._redis.fcall(f"vla_{name}", 0, *args)
-            except redis.ResponseError as error:
-                if "Function not found" not in str(error):
-                    raise
-                self.load()
-                return self._redis.fcall(f"vla_{name}", 0, *args)
-        except _FOR_A_WHILE as error:
-            raise _unavailable(error) from error
-        except redis.ResponseError as error:
-            code, _, text = str(error).partition(" ")
-            kind = _ERRORS.get(code, LedgerError)
-            raise kind(text or str(error), operation=name) from error
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            raise _unavailable(error) from error
+        self._functions.load()
 
     # --- workloads ---
 
@@ -166,7 +93,7 @@ class Ledger:
         return str(self._call("cancel", workload, reason))
 
     def workload(self, workload: str) -> dict[str, str]:
-        with _answers():
+        with answered():
             found: dict[str, str] = self._redis.hgetall(f"vla:w:{workload}")
         if not found:
             raise NotFoundError(f"no run {workload}", workload=workload)
@@ -174,7 +101,7 @@ class Ledger:
 
     def descriptor(self, job_id: str) -> dict[str, str]:
         """All fields of a training job, those of its stages too."""
-        with _answers():
+        with answered():
             found: dict[str, str] = self._redis.hgetall(f"vla:j:{job_id}")
         if not found:
             raise NotFoundError(f"no training job {job_id}", job_id=job_id)
@@ -182,12 +109,12 @@ class Ledger:
 
     def knows(self, workload: str) -> bool:
         """False: it never was, or the control Redis has lost it and is about to recover."""
-        with _answers():
+        with answered():
             return bool(self._redis.exists(f"vla:w:{workload}"))
 
     def steps(self, workload: str) -> dict[int, dict[str, Any]]:
         """The step log: optimizer step to what it did. No gap, no duplicate."""
-        with _answers():
+        with answered():
             raw = self._redis.hgetall(f"vla:w:{workload}:steps")
         return {int(step): json.loads(text) for step, text in sorted(raw.items(), key=_step)}
 
@@ -269,12 +196,12 @@ class Ledger:
 
     def slots_of(self, worker: str) -> set[str]:
         """Policy keys whose slots the worker owns."""
-        with _answers():
+        with answered():
             return set(self._redis.smembers(f"vla:slots:{worker}"))
 
     def owns_slot(self, job: TrainingJob) -> bool:
         """Whether the job's workload still runs, and its slot has not changed hands."""
-        with _answers():
+        with answered():
             state = self._redis.hget(f"vla:w:{job.workload}", "state")
             fence = self._redis.hget(f"vla:policy:{job.policy_key}", "slot_fence")
         return state in ("running", "paused") and int(fence or 0) == job.slot_fence
@@ -303,7 +230,7 @@ class Ledger:
         return self._wait(f"vla:room:{workload}", timeout_s)
 
     def _wait(self, key: str, timeout_s: float) -> bool:
-        with _answers():
+        with answered():
             return self._redis.blpop([key], timeout=timeout_s) is not None
 
     def claim(self, work: str, *, for_s: float, by: str = "somebody") -> bool:
@@ -323,21 +250,21 @@ class Ledger:
 
     def preparing(self, workload: str, *, for_s: float) -> None:
         """Tell the reconciler that somebody opens and measures this workload's data."""
-        with _answers():
+        with answered():
             self._redis.set(f"vla:preparing:{workload}", 1, px=_ms(for_s))
 
     def is_prepared_by_somebody(self, workload: str) -> bool:
-        with _answers():
+        with answered():
             return bool(self._redis.exists(f"vla:preparing:{workload}"))
 
     def draining_ends(self, base_model: str) -> None:
         """Nobody drains this base model any more: the next ready job sends a hint."""
-        with _answers():
+        with answered():
             self._redis.delete(f"vla:draining:{base_model}", f"vla:hint:training:{base_model}")
 
     def first_ready(self, base_model: str) -> TrainingJob | None:
         """A job at the head of the queue, for a hint to name."""
-        with _answers():
+        with answered():
             for queue in self._ready_queues(base_model):
                 for job_id in self._redis.zrange(queue, 0, 0):
                     raw = self._redis.hgetall(f"vla:j:{job_id}")
@@ -346,7 +273,7 @@ class Ledger:
 
     def ready_ahead(self, jobs: list[str], base_model: str) -> int | None:
         """How many ready jobs go before the first of `jobs`; None: none of them is next."""
-        with _answers():
+        with answered():
             every: dict[str, float] = {}
             for queue in self._ready_queues(base_model):
                 every |= dict(self._redis.zrange(queue, 0, -1, withscores=True))
@@ -355,7 +282,7 @@ class Ledger:
 
     def seconds_per_job(self, tenant: str) -> float | None:
         """Mean worker-seconds of the tenant's training jobs so far; None before the first."""
-        with _answers():
+        with answered():
             spent, jobs = self._redis.hmget(f"vla:usage:{tenant}", "worker_s", "jobs")
         return float(spent) / int(jobs) if jobs else None
 
@@ -371,13 +298,13 @@ class Ledger:
 
     def current_version(self, policy_key: str) -> int | None:
         """What inference serves by default; None where nothing was published yet."""
-        with _answers():
+        with answered():
             found = self._redis.hget(f"vla:policy:{policy_key}", "current_version")
         return None if found is None else int(found)
 
     def base_model_of(self, tenant: str, policy: str) -> str:
         """Raises `NotFoundError`, the same for another tenant's policy."""
-        with _answers():
+        with answered():
             found = self._redis.hget(f"vla:t:{tenant}:policies", policy)
         if found is None:
             raise NotFoundError(f"no policy {tenant}/{policy}", policy_key=f"{tenant}/{policy}")
@@ -387,7 +314,7 @@ class Ledger:
         self, after: str = "$", *, timeout_s: float
     ) -> tuple[str, list[tuple[str, int]]]:
         """Notices of new versions after `after`, and where to go on from there."""
-        with _answers():
+        with answered():
             found = self._redis.xread({"vla:published": after}, block=int(timeout_s * 1000))
         entries = found[0][1] if found else []
         last = entries[-1][0] if entries else after
@@ -409,7 +336,7 @@ class Ledger:
             cursor = str(part["cursor"])
             if cursor == "0":
                 break
-        with _answers():
+        with answered():
             bases = self._redis.hkeys("vla:bases")
             stages = [(Stage.SCORES, ""), (Stage.ADVANTAGES, "")]
             stages += [(s, base) for s in (Stage.SCORES, Stage.ACTOR_FORWARD) for base in bases]
@@ -433,37 +360,37 @@ class Ledger:
 
     def take_cleared(self, count: int = 256) -> list[tuple[str, str]]:
         """`(partition_id, tenant_id)` of ended jobs; whoever takes them clears their payload."""
-        with _answers():
+        with answered():
             lines = self._redis.lpop("vla:clear", count) or []
         return [tuple(line.split(" ", 1)) for line in lines]
 
     def ended(self, count: int = 64) -> list[str]:
         """Workloads whose outcome is not yet in the object store; `recorded` takes them off."""
-        with _answers():
+        with answered():
             return list(self._redis.lrange("vla:ended", 0, count - 1))
 
     def recorded(self, workload: str) -> None:
-        with _answers():
+        with answered():
             self._redis.lrem("vla:ended", 1, workload)
 
     def register_base_model(self, name: str, facts: dict[str, Any]) -> None:
         """What admission needs to know of a base model: digest, image size, width."""
-        with _answers():
+        with answered():
             self._redis.hset("vla:bases", name, json.dumps(facts))
 
     def base_models(self) -> dict[str, dict[str, Any]]:
-        with _answers():
+        with answered():
             found = self._redis.hgetall("vla:bases")
         return {name: json.loads(raw) for name, raw in found.items()}
 
     def set_weight(self, tenant: str, weight: float) -> None:
         """The tenant's share of the workers beside others'; 1 by default."""
-        with _answers():
+        with answered():
             self._redis.hset("vla:weights", tenant, weight)
 
     def live_partitions(self) -> set[tuple[str, str]]:
         """`(partition_id, tenant_id)` of all jobs that have not ended."""
-        with _answers():
+        with answered():
             runs = self._redis.sunion("vla:running", "vla:paused")
             jobs = [job for run in runs for job in self._redis.zrange(f"vla:w:{run}:jobs", 0, -1)]
             with self._redis.pipeline(transaction=False) as pipe:
@@ -474,27 +401,8 @@ class Ledger:
 
     def is_due(self, chore: str, *, every_s: float) -> bool:
         """True for one caller per period, of all processes."""
-        with _answers():
+        with answered():
             return bool(self._redis.set(f"vla:chore:{chore}", 1, nx=True, px=int(every_s * 1000)))
-
-
-@contextlib.contextmanager
-def _answers() -> Iterator[None]:
-    """Reads, like writes, tell a Redis that is down by the platform's own error."""
-    try:
-        yield
-    except (redis.ConnectionError, redis.TimeoutError, *_FOR_A_WHILE) as error:
-        raise _unavailable(error) from error
-
-
-def _unavailable(error: Exception) -> UnavailableError:
-    return UnavailableError(f"the control Redis does not answer: {error}")
-
-
-def workload_id(tenant: str, kind: str, key: str) -> str:
-    """A run's id follows from its idempotency key: a retried submit cannot make a second run."""
-    digest = hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()
-    return f"{kind}-{digest[:20]}"
 
 
 def _ms(seconds: float) -> int:

@@ -6,7 +6,15 @@ import logging
 
 import redis
 
-from vla_platform.control import dispatch, evaluations, production, schedules, settlement, usage
+from vla_platform.control import (
+    dispatch,
+    evaluations,
+    production,
+    schedule_firings,
+    schedules,
+    settlement,
+    usage,
+)
 from vla_platform.control.outcomes import finish_if_through, record_outcomes
 from vla_platform.control.payload_access import restore_payload_access
 from vla_platform.control.recovery import recover_if_lost
@@ -15,7 +23,6 @@ from vla_platform.control.tenant_records import TENANTS_KEY
 from vla_platform.control.tenants import restore_acls
 from vla_platform.control.training_job import Due
 from vla_platform.control.workloads import load_spec
-from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import StorageError
 
 COLLECT_S = 60.0
@@ -48,12 +55,12 @@ def reconcile(services: Services) -> Due:
     record_outcomes(services)
     clear_partitions(services)
     keep_payloads(services)
-    schedules.look_at_due(services)
+    schedule_firings.look_at_due(services)
     if services.ledger.is_due("schedules", every_s=SCHEDULES_S):
         for tenant in services.ledger.client.smembers(TENANTS_KEY):
             schedules.restore(services, tenant)
             settlement.resend_lost(services, tenant)
-            schedules.look_at_claimed(services, tenant)
+            schedule_firings.look_at_claimed(services, tenant)
     if services.ledger.is_due("usage", every_s=usage.WRITE_S):
         usage.write_statements(services)
     return due
@@ -63,9 +70,7 @@ def settle_stranded(services: Services, run: str) -> None:
     """What is published counts, also where its worker died before it could say so; the rest is
     redone."""
     w = services.ledger.workload(run)
-    store = CheckpointStore(
-        objects=services.objects, tenant_id=w["tenant"], signing_key=services.signing_key
-    )
+    store = services.checkpoints(w["tenant"])
     newest = store.latest(w["policy"], run)
     if newest is not None and newest.step > int(w["durable_step"]):
         services.ledger.checkpointed(

@@ -38,8 +38,7 @@ class Stores(Protocol):
     def ledger(self) -> Ledger: ...
     @property
     def objects(self) -> ObjectStore: ...
-    @property
-    def signing_key(self) -> bytes: ...
+    def checkpoints(self, tenant: str) -> CheckpointStore: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +116,7 @@ def _recover_one(
     if "prepared.json" in names:
         prepared = Prepared.from_json(stores.objects.get(prepared_key(tenant, run)))
     signature = prepared.schema.signature if prepared else ""
-    checkpoints = CheckpointStore(
-        objects=stores.objects, tenant_id=tenant, signing_key=stores.signing_key
-    )
+    checkpoints = stores.checkpoints(tenant)
     fields = ledger_fields(
         tenant, spec, content=content, schema_signature=signature,
         teacher=teacher_checkpoint(checkpoints, spec),

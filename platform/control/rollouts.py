@@ -17,7 +17,7 @@ from vla_platform.control.services import Services
 from vla_platform.control.states import PASSING_WAITS, JobState, state_after
 from vla_platform.control.training_job import MOST_EPISODES, TrainingJob
 from vla_platform.control.workloads import load_rl_spec
-from vla_platform.envs.rollout import RolloutConfig, RolloutReport
+from vla_platform.envs.rollout_messages import RolloutConfig, RolloutReport
 from vla_platform.errors import LeaseLostError
 from vla_platform.failpoints import Failpoint, reach
 from vla_platform.schema import Schema

@@ -11,6 +11,7 @@ import redis
 from vla_platform.control.ledger import Ledger
 from vla_platform.metrics.events import Emitter
 from vla_platform.settings import Settings, load_settings
+from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import StorageError
 from vla_storage.objects import ObjectStore, S3ObjectStore
 from vla_storage.payloads import ArenaTier, ObjectTier, PayloadStore, RedisPayloadStore
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 class Services:
     settings: Settings
     ledger: Ledger
-    objects: S3ObjectStore
+    objects: ObjectStore
     payloads: PayloadStore
     payload_clients: tuple[redis.Redis, ...]  # for users and functions; the first has the streams
     emitter: Emitter
@@ -31,6 +32,10 @@ class Services:
     @property
     def signing_key(self) -> bytes:
         return self.settings.signing_key_file.read_bytes().strip()
+
+    def checkpoints(self, tenant: str) -> CheckpointStore:
+        """One tenant's, signed and verified with the platform's key."""
+        return CheckpointStore(objects=self.objects, tenant_id=tenant, signing_key=self.signing_key)
 
 
 def connect(settings: Settings) -> Services:

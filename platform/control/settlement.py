@@ -19,7 +19,7 @@ from vla_platform.control.evaluations import (
     now,
     send,
 )
-from vla_platform.control.schedules import finished
+from vla_platform.control.schedule_firings import finished
 from vla_platform.control.services import Services
 from vla_platform.envs.evaluation_records import EvaluationArchive, EvaluationRecord
 from vla_storage.errors import CodedError

@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
@@ -64,11 +64,23 @@ def apply_acl(client: Any, tenant: Tenant) -> None:
     keep_acls(client)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TenantServers:
+    """Where tenants have users, and where their URLs lead."""
+
+    client: Any  # of the control Redis
+    objects: ObjectStore
+    iam: S3Admin
+    redis_url: str
+    s3_endpoint: str | None
+    bucket: str
+    payload_url: str = ""
+    payload_clients: Sequence[Any] = ()
+
+
 def add_tenant(
-    name: str, *, client: Any, objects: ObjectStore, iam: S3Admin, redis_url: str,
-    s3_endpoint: str | None, bucket: str, payload_url: str = "",
-    payload_clients: Sequence[Any] = (), payload_quota_bytes: int = DEFAULT_QUOTA_BYTES,
-) -> str:  # fmt: skip
+    servers: TenantServers, name: str, *, payload_quota_bytes: int = DEFAULT_QUOTA_BYTES
+) -> str:
     """Create a tenant; returns the URL that its `Platform(url)` takes. It is shown once.
 
     Raises `TenantError` for a refused, reserved or existing name.
@@ -79,7 +91,7 @@ def add_tenant(
         raise TenantError(f"tenant {name[:80]!r}: {error}", tenant=name[:80]) from error
     if name in RESERVED:
         raise TenantError(f"{name!r} is a name of the platform's own", tenant=name)
-    _check_free(name, client, *payload_clients, objects=objects)
+    _check_free(name, servers)
     password = secrets.token_urlsafe(24)
     tenant = Tenant(
         tenant_id=name,
@@ -88,67 +100,56 @@ def add_tenant(
     )
     record = json.dumps(asdict(tenant)).encode()
     try:
-        objects.put(record_key(name), record, if_absent=True)
+        servers.objects.put(record_key(name), record, if_absent=True)
     except ObjectExistsError as error:
         raise TenantError(
             f"tenant {name} exists; `vla tenants remove {name}` first", tenant=name
         ) from error
-    keys = iam.create_tenant(name)
-    apply_acl(client, tenant)
-    for payload_client in payload_clients:
-        apply_payload_access(payload_client, tenant)
-    return _url(
-        name, password, keys, redis_url=redis_url, s3_endpoint=s3_endpoint, bucket=bucket,
-        payload_url=payload_url,
-    )  # fmt: skip
+    return _url(servers, name, password, _let_in(servers, tenant))
 
 
-def rotate_tenant(
-    name: str, *, client: Any, objects: ObjectStore, iam: S3Admin, redis_url: str,
-    s3_endpoint: str | None, bucket: str, payload_url: str = "",
-    payload_clients: Sequence[Any] = (),
-) -> str:  # fmt: skip
+def rotate_tenant(servers: TenantServers, name: str) -> str:
     """New password and keys; the old ones and the connections made with them end at once.
 
     Returns the new URL. What the tenant runs goes on. Raises `TenantError` for an unknown name.
     """
     password = secrets.token_urlsafe(24)
     digest = hashlib.sha256(password.encode()).hexdigest()
-    tenant = _change_record(objects, name, password_sha256=digest)
-    keys = iam.create_tenant(name)
-    apply_acl(client, tenant)
-    for payload_client in payload_clients:
-        apply_payload_access(payload_client, tenant)
-    for one in (client, *payload_clients):
+    tenant = _change_record(servers.objects, name, password_sha256=digest)
+    keys = _let_in(servers, tenant)
+    for one in (servers.client, *servers.payload_clients):
         # A new password alone would leave who is in where he is.
         one.execute_command("CLIENT", "KILL", "USER", name)
-    return _url(
-        name, password, keys, redis_url=redis_url, s3_endpoint=s3_endpoint, bucket=bucket,
-        payload_url=payload_url,
-    )  # fmt: skip
+    return _url(servers, name, password, keys)
 
 
-def _url(
-    name: str, password: str, keys: tuple[str, str], *, redis_url: str, s3_endpoint: str | None,
-    bucket: str, payload_url: str,
-) -> str:  # fmt: skip
-    parts = urlsplit(redis_url)
+def _let_in(servers: TenantServers, tenant: Tenant) -> tuple[str, str]:
+    """Make the tenant's users on all servers; returns its keys of the object store."""
+    keys = servers.iam.create_tenant(tenant.tenant_id)
+    apply_acl(servers.client, tenant)
+    for client in servers.payload_clients:
+        apply_payload_access(client, tenant)
+    return keys
+
+
+def _url(servers: TenantServers, name: str, password: str, keys: tuple[str, str]) -> str:
+    parts = urlsplit(servers.redis_url)
     host = f"{name}:{quote(password)}@{parts.hostname}:{parts.port or 6379}"
-    query = {"bucket": bucket, "access_key": keys[0], "secret_key": keys[1]}
-    if s3_endpoint:
-        query["endpoint"] = s3_endpoint
-    if payload_url:
-        query["payload"] = ",".join(_without_user(url) for url in payload_url.split(","))
+    query = {"bucket": servers.bucket, "access_key": keys[0], "secret_key": keys[1]}
+    if servers.s3_endpoint:
+        query["endpoint"] = servers.s3_endpoint
+    if servers.payload_url:
+        query["payload"] = ",".join(_without_user(url) for url in servers.payload_url.split(","))
     scheme = "vlas" if parts.scheme == "rediss" else "vla"
     return urlunsplit((scheme, host, parts.path or "/0", urlencode(query), ""))
 
 
-def _check_free(name: str, *clients: Any, objects: ObjectStore) -> None:
+def _check_free(name: str, servers: TenantServers) -> None:
     """A server's own users, such as those of workers, are no tenants: their rights are not ours to
     replace."""
-    for client in clients:
+    for client in (servers.client, *servers.payload_clients):
         users = {_text(user) for user in client.execute_command("ACL", "USERS")}
-        if name in users and name not in {tenant.tenant_id for tenant in list_tenants(objects)}:
+        if name in users and name not in _names(servers.objects):
             raise TenantError(
                 f"{name!r} is a user of the Redis server already, and no tenant; choose another",
                 tenant=name,
@@ -159,20 +160,21 @@ def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def remove_tenant(
-    name: str, *, client: Any, objects: ObjectStore, iam: S3Admin,
-    payload_clients: Sequence[Any] = (),
-) -> None:  # fmt: skip
+def _names(objects: ObjectStore) -> set[str]:
+    return {tenant.tenant_id for tenant in list_tenants(objects)}
+
+
+def remove_tenant(servers: TenantServers, name: str) -> None:
     """Revoke the tenant's access at once. Its objects and records stay for the auditors."""
-    if name not in {tenant.tenant_id for tenant in list_tenants(objects)}:
+    if name not in _names(servers.objects):
         raise TenantError(f"no tenant {name}", tenant=name)
-    client.execute_command("ACL", "DELUSER", name)
-    client.srem(TENANTS_KEY, name)
-    keep_acls(client)
-    for payload_client in payload_clients:
-        remove_payload_access(payload_client, name)
-    iam.delete_tenant(name)
-    objects.delete(record_key(name))
+    servers.client.execute_command("ACL", "DELUSER", name)
+    servers.client.srem(TENANTS_KEY, name)
+    keep_acls(servers.client)
+    for client in servers.payload_clients:
+        remove_payload_access(client, name)
+    servers.iam.delete_tenant(name)
+    servers.objects.delete(record_key(name))
 
 
 def set_limits(objects: ObjectStore, name: str, **limits: float | int | None) -> Tenant:

@@ -15,7 +15,6 @@ from typing import Any
 from vla_platform import work
 from vla_platform.control import admission, dispatch, usage
 from vla_platform.control.evaluations import checkpoint_of
-from vla_platform.control.ledger import workload_id
 from vla_platform.control.maintenance import refuse_in_maintenance
 from vla_platform.control.outcomes import record_outcome
 from vla_platform.control.services import Services
@@ -38,6 +37,12 @@ from vla_storage.errors import ObjectExistsError, ObjectNotFoundError
 _log = logging.getLogger(__name__)
 BATCH_LEASE_S = 600.0
 """How long a tenant may take to make the samples of a batch that it has reserved."""
+
+
+def workload_id(tenant: str, kind: str, key: str) -> str:
+    """A run's id follows from its idempotency key: a retried submit cannot make a second run."""
+    digest = hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()
+    return f"{kind}-{digest[:20]}"
 
 
 def submit(services: Services, tenant: str, spec_json: str, key: str) -> str:
@@ -71,12 +76,9 @@ def _take(
                 f"idempotency key {key!r} was used for another spec; choose a new key",
                 workload=run,
             ) from error
-    store = CheckpointStore(
-        objects=services.objects, tenant_id=tenant, signing_key=services.signing_key
-    )
     fields = ledger_fields(
         tenant, spec, content=content, schema_signature=signature,
-        teacher=teacher_checkpoint(store, spec),
+        teacher=teacher_checkpoint(services.checkpoints(tenant), spec),
     )  # fmt: skip
     most = services.settings.max_pending_per_tenant
     try:

@@ -123,11 +123,7 @@ def reproduce(
     weights = Weights(
         manifest.policy_version,
         loaded.module,
-        ModuleMeta(
-            schema=prepared.schema,
-            action_module=prepared.action_module,
-            normalization=prepared.normalization,
-        ),
+        ModuleMeta.of(prepared),
         digest_of_tensors(loaded.module),
     )
     module = module_of(weights, feature_dim=backbone.hidden_dim, name=checkpoint_id)

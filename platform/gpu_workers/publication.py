@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
@@ -69,12 +70,7 @@ class CheckpointPublisher:
         )
 
     def store(self, tenant: str) -> CheckpointStore:
-        return CheckpointStore(
-            objects=self._services.objects,
-            tenant_id=tenant,
-            signing_key=self._services.signing_key,
-            failpoint=reach_in_storage,
-        )
+        return replace(self._services.checkpoints(tenant), failpoint=reach_in_storage)
 
     def save(
         self,

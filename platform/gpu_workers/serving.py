@@ -18,9 +18,7 @@ from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.group_batching import GroupBatching
 from vla_platform.gpu_workers.inference import InferenceModelService
 from vla_platform.gpu_workers.inference_metrics import InferenceMetrics
-from vla_platform.gpu_workers.module_source import PlatformModuleSource
-from vla_platform.gpu_workers.module_versions import ModuleVersions
-from vla_platform.gpu_workers.weights import WeightStore
+from vla_platform.gpu_workers.published_modules import published_versions
 from vla_platform.inference.channel.redis_streams import RedisStreamsChannel, open_client
 from vla_storage.errors import CodedError
 
@@ -44,16 +42,7 @@ class InferenceServer:
     ) -> None:
         settings = services.settings
         self._services = services
-        self.versions = ModuleVersions(
-            PlatformModuleSource(
-                services, WeightStore(services.objects, signing_key=services.signing_key)
-            ),
-            base_digest=backbone.digest,
-            feature_dim=backbone.hidden_dim,
-            device=backbone.device,
-            device_bytes=settings.module_device_bytes,
-            host_bytes=settings.module_host_bytes,
-        )
+        self.versions = published_versions(services, backbone)
         service = InferenceModelService(
             backbone,
             self.versions,

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torch import Generator, Tensor
 
 from vla_platform.errors import DivergedError, ModuleLoadError
+from vla_platform.failpoints import Failpoint, reach
 from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.action_modules.build import build_action_module
 from vla_platform.gpu_workers.action_modules.stochastic import trained_by_rl
@@ -174,6 +175,7 @@ class Slot:
             loss, norm = self._gradients(samples, share, num_microbatches)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
+            reach(Failpoint.BEFORE_OPTIMIZER)
             self._optimizer.step()
         except BaseException:
             self._noise.set_state(before[0])

@@ -10,9 +10,7 @@ from vla_platform.control.services import Services
 from vla_platform.errors import UnavailableError
 from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.backbone import Backbone
-from vla_platform.gpu_workers.module_source import PlatformModuleSource
-from vla_platform.gpu_workers.module_versions import ModuleVersions
-from vla_platform.gpu_workers.weights import WeightStore
+from vla_platform.gpu_workers.published_modules import published_versions
 from vla_platform.specs import TeacherSpec
 
 WAIT_S = 2.0
@@ -23,17 +21,7 @@ class Teachers:
     """Those of one base model; idle ones are evicted as inference evicts its own."""
 
     def __init__(self, services: Services, backbone: Backbone) -> None:
-        settings = services.settings
-        self._versions = ModuleVersions(
-            PlatformModuleSource(
-                services, WeightStore(services.objects, signing_key=services.signing_key)
-            ),
-            base_digest=backbone.digest,
-            feature_dim=backbone.hidden_dim,
-            device=backbone.device,
-            device_bytes=settings.module_device_bytes,
-            host_bytes=settings.module_host_bytes,
-        )
+        self._versions = published_versions(services, backbone)
 
     @contextmanager
     def get(self, tenant: str, teacher: TeacherSpec) -> Iterator[ActionModule]:

@@ -20,6 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from vla_platform.errors import ConfigurationError
 from vla_platform.stack.ports import LOOPBACK
+from vla_storage.objects import S3Admin, S3ObjectStore
 
 REDIS_PORTS = ("redis-control", "redis-payload")
 WEED_PORTS = (
@@ -56,6 +57,22 @@ class S3Address:
     access_key: str
     secret_key: str
     bucket: str
+
+    def objects(self) -> S3ObjectStore:
+        return S3ObjectStore(
+            self.bucket,
+            endpoint=self.endpoint,
+            access_key=self.access_key,
+            secret_key=self.secret_key,
+        )
+
+    def admin(self) -> S3Admin:
+        return S3Admin(
+            self.bucket,
+            endpoint=self.endpoint,
+            access_key=self.access_key,
+            secret_key=self.secret_key,
+        )
 
 
 def guarded(command: tuple[str, ...], *options: str) -> tuple[str, ...]:

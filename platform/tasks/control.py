@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from celery import shared_task
 
-from vla_platform.control import reconciler, schedules
+from vla_platform.control import reconciler, schedule_firings
 from vla_platform.control.services import services
 
 
@@ -15,4 +15,4 @@ def reconcile() -> None:
 
 @shared_task(name="control.look_at_schedule")
 def look_at_schedule(tenant: str, name: str) -> list[str]:
-    return schedules.look_at(services(), tenant, name)
+    return schedule_firings.look_at(services(), tenant, name)

@@ -8,7 +8,7 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform import work
-from vla_platform.control import evaluations, schedules
+from vla_platform.control import evaluations, schedule_firings
 from vla_platform.control.leases import Keeper, alone
 from vla_platform.control.services import services
 from vla_platform.control.settlement import settle
@@ -83,7 +83,7 @@ def play(
         raise
     except CodedError as error:
         if not error.retryable:
-            schedules.finished(found, tenant, evaluation_id, error=str(error))
+            schedule_firings.finished(found, tenant, evaluation_id, error=str(error))
         raise
     settle(found, record)
     return {**asdict(record), "episodes": len(record.episodes)}

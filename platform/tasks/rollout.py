@@ -9,7 +9,8 @@ from celery import shared_task
 
 from vla_platform.control import rollouts
 from vla_platform.control.services import services
-from vla_platform.envs.rollout import Emit, RolloutConfig, RolloutReport, rollout
+from vla_platform.envs.rollout import Emit, rollout
+from vla_platform.envs.rollout_messages import RolloutConfig, RolloutReport
 from vla_platform.metrics.events import Event
 
 

@@ -6,26 +6,22 @@ Real processes; the control Redis stands behind a proxy that the tests control.
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import redis
 
+from tests.acceptance.stacks import RANDOM, demonstrate, losses, sft, started
 from tests.conftest import running
 from tests.proxy import Proxy
-from vla_platform.cli.tenants import Operator, operator
+from tests.waiting import wait_until
 from vla_platform.client import Platform, Run
 from vla_platform.control.ledger import Ledger
-from vla_platform.datasets.recording import make_demonstrations
-from vla_platform.envs.tabletop import Tabletop
-from vla_platform.stack import operate
 from vla_platform.stack.ports import LOOPBACK, free_ports
 from vla_platform.stack.servers import redis_ready, redis_server
 
@@ -68,132 +64,114 @@ class ControlRedis:
         self.start()
 
 
-class Stack:
-    def __init__(
-        self, broker: ControlRedis, proxy: Proxy, admin: Operator, platform: Platform
-    ) -> None:
-        self.broker, self.proxy, self.admin, self.platform = broker, proxy, admin, platform
+class Tenant:
+    """One, and the broker that fails it."""
+
+    def __init__(self, broker: ControlRedis, proxy: Proxy, platform: Platform) -> None:
+        self.broker, self.proxy, self.platform = broker, proxy, platform
         self.ledger = Ledger.connect(broker.url)  # past the proxy
 
-    def submit(self, **changes: Any) -> Run:
-        return self.platform.submit(
-            {
-                "kind": "sft",
-                "policy": f"p{next(numbers)}",
-                "dataset": {"path": "reach", "heldout_samples": 8},
-                "steps": STEPS,
-                "batch_size": 4,
-                "checkpoint": {"every_steps": 10},
-                **changes,
-            }
-        )
+    def submit(self) -> Run:
+        return self.platform.submit(sft(f"p{next(numbers)}", steps=STEPS))
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def tenant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenant]:
     folder = tmp_path_factory.mktemp("broker")
-    make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=8, seed=0)
-    var = folder / "var"
+    demonstrate(folder, episodes=8)
     broker = ControlRedis(folder / "redis")
     proxy = Proxy(broker.url)
-    environment = {
-        **os.environ, "VLA_BASE_MODELS": "tiny=tiny-random", "VLA_REDIS_URL": proxy.url,
-    }  # fmt: skip
     try:
-        operate.up(var, environment=environment, dataset_roots=str(folder / "data"), timeout_s=180)
-        with operator(var) as admin, Platform(admin.add("a")) as platform:
-            stack = Stack(broker, proxy, admin, platform)
-            yield stack
-            stack.ledger.close()
+        with (
+            started(folder, environment={**RANDOM, "VLA_REDIS_URL": proxy.url}) as stack,
+            Platform(stack.admin.add("a")) as platform,
+        ):
+            found = Tenant(broker, proxy, platform)
+            yield found
+            found.ledger.close()
     finally:
-        operate.down(var)
         proxy.close()
         broker.kill()
 
 
 @pytest.fixture(scope="module")
-def calm(stack: Stack) -> dict[int, float]:
-    run = stack.submit()
+def calm(tenant: Tenant) -> dict[int, float]:
+    run = tenant.submit()
     run.result(TIMEOUT_S)
     return losses(run)
 
 
-def losses(run: Run) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in run.metrics() if event["kind"] == "step"}
+def step_of(tenant: Tenant, run: Run) -> int:
+    return int(tenant.ledger.workload(run.id)["step"])
 
 
-def step_of(stack: Stack, run: Run) -> int:
-    return int(stack.ledger.workload(run.id)["step"])
+def reach(tenant: Tenant, run: Run, step: int) -> None:
+    wait_until(lambda: step_of(tenant, run) >= step, TIMEOUT_S)
 
 
-def reach(stack: Stack, run: Run, step: int) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while step_of(stack, run) < step:
-        assert time.monotonic() < end, step
-        time.sleep(0.02)
-
-
-def assert_each_step_once(stack: Stack, run: Run, calm: dict[int, float]) -> None:
+def assert_each_step_once(tenant: Tenant, run: Run, calm: dict[int, float]) -> None:
     assert run.result(TIMEOUT_S).step == STEPS
-    assert list(stack.ledger.steps(run.id)) == list(range(1, STEPS + 1))
+    assert list(tenant.ledger.steps(run.id)) == list(range(1, STEPS + 1))
     assert losses(run) == calm
 
 
 @pytest.mark.slow  # a minute of time-outs
-def test_half_open_connections_are_given_up_f25(stack: Stack, calm: dict[int, float]) -> None:
+def test_half_open_connections_are_given_up_f25(tenant: Tenant, calm: dict[int, float]) -> None:
     """Bytes are taken and nothing comes back, without an error: all notice by their time-outs."""
-    run = stack.submit()
-    reach(stack, run, 5)
-    assert stack.proxy.freeze() > 0
+    run = tenant.submit()
+    reach(tenant, run, 5)
+    assert tenant.proxy.freeze() > 0
     silent_since = time.monotonic()
-    reach(stack, run, step_of(stack, run) + 1)
+    reach(tenant, run, step_of(tenant, run) + 1)
     assert time.monotonic() - silent_since < RECOVERY_S
-    assert_each_step_once(stack, run, calm)
+    assert_each_step_once(tenant, run, calm)
 
 
 @pytest.mark.slow  # a minute of time-outs
-def test_a_broker_that_stands_still_is_waited_for_f26(stack: Stack, calm: dict[int, float]) -> None:
+def test_a_broker_that_stands_still_is_waited_for_f26(
+    tenant: Tenant, calm: dict[int, float]
+) -> None:
     """Stopped for longer than any socket waits: clients send again, and it counts once."""
-    run = stack.submit()
-    reach(stack, run, 5)
-    stack.broker.process.suspend()
+    run = tenant.submit()
+    reach(tenant, run, 5)
+    tenant.broker.process.suspend()
     try:
         time.sleep(40)  # the fault itself: the longest time-out is 30 s
     finally:
-        stack.broker.process.resume()
-    assert_each_step_once(stack, run, calm)
+        tenant.broker.process.resume()
+    assert_each_step_once(tenant, run, calm)
 
 
 def test_a_submit_whose_reply_is_lost_is_one_run_f43_f44(
-    stack: Stack, calm: dict[int, float]
+    tenant: Tenant, calm: dict[int, float]
 ) -> None:
-    stack.proxy.swallow_reply_to(b"ingress.submit")
-    before = {run.id for run in stack.platform.runs()}
-    run = stack.submit()
-    assert stack.proxy.has_swallowed
-    assert {one.id for one in stack.platform.runs()} - before == {run.id}
-    assert_each_step_once(stack, run, calm)
+    tenant.proxy.swallow_reply_to(b"ingress.submit")
+    before = {run.id for run in tenant.platform.runs()}
+    run = tenant.submit()
+    assert tenant.proxy.has_swallowed
+    assert {one.id for one in tenant.platform.runs()} - before == {run.id}
+    assert_each_step_once(tenant, run, calm)
 
 
 def test_deleted_routing_keys_are_declared_again_f29_pf04(
-    stack: Stack, calm: dict[int, float]
+    tenant: Tenant, calm: dict[int, float]
 ) -> None:
-    with redis.Redis.from_url(stack.broker.url) as admin:
+    with redis.Redis.from_url(tenant.broker.url) as admin:
         for _ in range(5):
             for key in admin.scan_iter("_kombu.binding.*"):
                 admin.delete(key)
-            run = stack.submit()
+            run = tenant.submit()
             for key in admin.scan_iter("_kombu.binding.*"):
                 admin.delete(key)
-            assert_each_step_once(stack, run, calm)
+            assert_each_step_once(tenant, run, calm)
 
 
 def test_thousands_of_orphaned_messages_starve_nobody_f34_pf05(
-    stack: Stack, calm: dict[int, float]
+    tenant: Tenant, calm: dict[int, float]
 ) -> None:
     """Messages whose workers died come back within the recovery time, and new work goes on."""
-    with redis.Redis.from_url(stack.broker.url, decode_responses=True) as admin:
-        stack.submit().result(TIMEOUT_S)
+    with redis.Redis.from_url(tenant.broker.url, decode_responses=True) as admin:
+        tenant.submit().result(TIMEOUT_S)
         orphan = '[{"body": "", "headers": {}, "properties": {"delivery_info": {"exchange": "",'
         orphan += ' "routing_key": "lost"}, "delivery_tag": "%d"}}, "", "lost"]'
         with admin.pipeline(transaction=False) as pipe:
@@ -202,8 +180,8 @@ def test_thousands_of_orphaned_messages_starve_nobody_f34_pf05(
                 pipe.zadd("unacked_index", {f"orphan-{number}": time.time() - 3600})
             pipe.execute()
         began = time.monotonic()
-        run = stack.submit()
-        assert_each_step_once(stack, run, calm)
+        run = tenant.submit()
+        assert_each_step_once(tenant, run, calm)
         while left := admin.zcount("unacked_index", "-inf", time.time() - 1800):
             assert time.monotonic() - began < 60, left
             time.sleep(0.2)
@@ -212,19 +190,19 @@ def test_thousands_of_orphaned_messages_starve_nobody_f34_pf05(
 
 
 def test_a_server_that_forgot_the_last_seconds_goes_on_f31(
-    stack: Stack, calm: dict[int, float], tmp_path: Path
+    tenant: Tenant, calm: dict[int, float], tmp_path: Path
 ) -> None:
     """A replica that lacks what was written last is promoted. Steps that a checkpoint holds are not
     done again, and stay out of the log that forgot them; every other one is there once."""
-    run = stack.submit()
-    reach(stack, run, 8)
-    stack.broker.copy(tmp_path / "older")
-    reach(stack, run, 14)
-    stack.broker.set_back(tmp_path / "older")
+    run = tenant.submit()
+    reach(tenant, run, 8)
+    tenant.broker.copy(tmp_path / "older")
+    reach(tenant, run, 14)
+    tenant.broker.set_back(tmp_path / "older")
     assert run.result(TIMEOUT_S).step == STEPS
     told = losses(run)
     assert told == {step: calm[step] for step in told}
-    log = list(stack.ledger.steps(run.id))
+    log = list(tenant.ledger.steps(run.id))
     forgotten = set(range(1, STEPS + 1)) - set(log)
     assert (sorted(set(log)), forgotten - {9, 10}) == (log, set())
-    assert stack.platform.verify(run.status().checkpoint or "").step == STEPS
+    assert tenant.platform.verify(run.status().checkpoint or "").step == STEPS

@@ -4,13 +4,9 @@ evaluates itself, survives a dead GPU worker, and is told by logs, traces and ch
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,8 @@ import httpx
 import psutil
 import pytest
 
+from tests.acceptance.stacks import RANDOM, at_step, demonstrate, sft, vla, vla_json
+from tests.waiting import wait_until
 from vla_platform import tracing
 from vla_platform.cli.tenants import Operator, operator
 from vla_platform.client import Platform, Run
@@ -28,29 +26,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 40
 
 
-def vla(var: Path, *arguments: str, **more: str) -> tuple[int, str]:
-    command = (sys.executable, "-m", "vla_platform.cli.main", *arguments)
-    given = {**os.environ, "VLA_VAR": str(var), **more}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=given, timeout=400
-    )
-    return done.returncode, done.stdout + (done.stderr if done.returncode else "")
-
-
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Operator, Platform]]:
     folder = tmp_path_factory.mktemp("cluster")
-    var, data = folder / "var", folder / "data"
-    subprocess.run(
-        (sys.executable, "-m", "vla_platform.envs.demonstrate", "tabletop/reach",
-         str(data / "reach"), "--episodes", "4", "--seed", "0", "--options", "{}", "--noise", "0"),
-        check=True, capture_output=True,
-    )  # fmt: skip
+    demonstrate(folder, episodes=4)
+    var = folder / "var"
     try:
         rc, told = vla(
-            var, "up", "--profile", "cluster-like", "--dataset-root", str(data),
-            "--timeout-s", "380", VLA_BASE_MODELS="tiny=tiny-random", VLA_LOG_FORMAT="json",
-            VLA_TRACES="traces",
+            var, "up", "--profile", "cluster-like", "--dataset-root", str(folder / "data"),
+            "--timeout-s", "380", VLA_LOG_FORMAT="json", VLA_TRACES="traces", **RANDOM,
         )  # fmt: skip
         assert rc == 0, told
         with operator(var) as admin, Platform(admin.add("a")) as platform:
@@ -59,28 +43,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Oper
         operate.down(var)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def trained(stack: tuple[Path, Operator, Platform]) -> Run:
     """A run whose GPU worker is killed in the middle of it."""
     var, admin, platform = stack
     run = platform.submit(
-        {
-            "kind": "sft", "policy": "reach", "steps": STEPS, "batch_size": 4,
-            "dataset": {"path": str(var.parent / "data" / "reach")},
-            "checkpoint": {"every_steps": 10},
-            "evaluation": {"every_updates": 20, "suite": "tabletop/reach", "episodes": 2},
-        }
+        sft(
+            "reach", steps=STEPS,
+            evaluation={"every_updates": 20, "suite": "tabletop/reach", "episodes": 2},
+        )
     )  # fmt: skip
-    for event in run.events():
-        if event["kind"] == "step" and event["step"] >= 12:
-            break
+    at_step(run, 12)
     owner = admin.ledger.client.hget("vla:policy:a/reach", "slot_owner")
     victims = [
         one for one in operate.status(var)
@@ -104,9 +77,9 @@ def test_it_has_the_processes_of_a_cluster(stack: tuple[Path, Operator, Platform
     kinds = Counter(role.rpartition("-")[0] for role in roles if "-" in role)
     del kinds["redis"]
     assert dict(kinds) == {"control": 2, "gpu": 2, "beat": 2, "env-tabletop": 2}
-    rc, told = vla(var, "workers", "list", "--format", "json")
+    rc, rows = vla_json(var, "workers", "list")
     assert rc == 0
-    queues = {row["worker"].partition("@")[0]: row["queues"] for row in json.loads(told)}
+    queues = {row["worker"].partition("@")[0]: row["queues"] for row in rows}
     assert {"sft", "advantages", "audit"} <= queues.keys()
     assert "advantages" in queues["advantages"]
     assert "advantages" not in queues["sft"]
@@ -198,9 +171,9 @@ def test_the_trace_of_a_job_spans_the_processes(
     wait_until(lambda: {"job", *expected} <= spans().keys(), timeout_s=30)
     assert spans()["produce"] == "sft"
     assert spans()["train"].startswith("gpu-")
-    rc, told = vla(var, "trace", jobs[20], "--format", "json", "--picture", str(var / "job.svg"))
+    rc, told = vla_json(var, "trace", jobs[20], "--picture", str(var / "job.svg"))
     assert rc == 0, told
-    phases = {one["name"]: one for one in json.loads(told)["phases"]}
+    phases = {one["name"]: one for one in told["phases"]}
     assert list(phases) == ["produce", "waits for training", "training", "checkpoint"]
     assert (var / "job.svg").stat().st_size > 1000
     assert phases == {one["name"]: one for one in trained.timeline(jobs[20])}
@@ -211,12 +184,10 @@ def test_the_trace_of_a_job_spans_the_processes(
 def test_its_checkpoint_is_reproduced(stack: tuple[Path, Operator, Platform], trained: Run) -> None:
     var, _, platform = stack
     checkpoint = trained.status().checkpoint or ""
-    rc, told = vla(
-        var, "checkpoints", "verify", checkpoint, "--tenant", "a", "--var", str(var),
-        "--base-model", "tiny-random", "--format", "json",
-    )  # fmt: skip
-    assert rc == 0, told
-    found = json.loads(told)
+    rc, found = vla_json(
+        var, "checkpoints", "verify", checkpoint, "--tenant", "a", "--base-model", "tiny-random"
+    )
+    assert rc == 0, found
     assert (found["canary"]["match"], found["signature"]) == ("exact", "verified")
     assert found["canary"]["recorded"]["digest"] == found["canary"]["now"]["digest"]
     mark = platform.pin(checkpoint)

@@ -3,71 +3,52 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
-import psutil
 import pytest
 import redis
 from celery import Celery
 
+from tests.acceptance.stacks import Stack, started, with_tabletop
+from tests.waiting import wait_until
 from vla_platform.broker import evaluation_queue, queue, rollout_queue
-from vla_platform.cli.tenants import Operator, operator
 from vla_platform.client import Platform
 from vla_platform.control.environment_hosts import HostTable
 from vla_platform.envs.evaluation_records import EvaluationRecord
 from vla_platform.envs.remote_protocol import acl_rules
-from vla_platform.envs.rollout import RolloutConfig
+from vla_platform.envs.rollout_messages import RolloutConfig
 from vla_platform.errors import QuotaError, SpecError
-from vla_platform.stack import operate
-from vla_platform.stack.roles import ROLES, environment_roles
 from vla_storage.payloads import ArenaTier, RedisPayloadStore
 
 HOST = "env-tabletop-1"
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Operator]]:
-    var = tmp_path_factory.mktemp("stack") / "var"
-    roles = (
-        *(role for role in ROLES if role.name == "control"),
-        *environment_roles(1, {"tabletop": 1.0}, var),
-    )
-    try:
-        environment = {**os.environ, "VLA_MAX_SESSIONS_PER_TENANT": "4"}
-        operate.up(var, roles=roles, environment=environment, timeout_s=180)
-        with operator(var) as admin:
-            yield var, admin
-    finally:
-        operate.down(var)
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("stack")
+    roles = [role for role in with_tabletop(folder) if role.name in ("control", HOST)]
+    environment = {"VLA_MAX_SESSIONS_PER_TENANT": "4"}
+    with started(folder, environment=environment, roles=roles) as found:
+        yield found
 
 
 @pytest.fixture
-def app(stack: tuple[Path, Operator]) -> Iterator[Celery]:
-    with Celery("test", broker=stack[1].info.redis_url, set_as_current=False) as app:
+def app(stack: Stack) -> Iterator[Celery]:
+    with Celery("test", broker=stack.admin.info.redis_url, set_as_current=False) as app:
         app.conf.update(broker_transport="vla_platform.broker:Transport")
         yield app
 
 
 @pytest.fixture
-def payloads(stack: tuple[Path, Operator]) -> Iterator[RedisPayloadStore]:
-    info = stack[1].info
+def payloads(stack: Stack) -> Iterator[RedisPayloadStore]:
+    info = stack.admin.info
     local = [ArenaTier(info.arena)] if info.arena is not None else []
     store = RedisPayloadStore([info.payload_url], local=local)
     yield store
     store.close()
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.05)
 
 
 def config(partition: str, **changes: object) -> RolloutConfig:
@@ -87,9 +68,9 @@ def send(app: Celery, asked: RolloutConfig, *, horizon: int, host_id: str | None
 
 
 def test_a_rollout_on_the_assigned_host(
-    stack: tuple[Path, Operator], app: Celery, payloads: RedisPayloadStore
+    stack: Stack, app: Celery, payloads: RedisPayloadStore
 ) -> None:
-    admin = stack[1]
+    admin = stack.admin
     host_id = HostTable(admin.ledger.client).assign("tabletop", instances=3)
     assert host_id == HOST
     send(app, config("p1", num_videos=1), horizon=12, host_id=host_id)
@@ -101,7 +82,7 @@ def test_a_rollout_on_the_assigned_host(
     wait_until(lambda: admin.ledger.client.xlen("vla:t:a:w:w1:events") == 12)
 
 
-def test_an_evaluation_on_its_queue(stack: tuple[Path, Operator], app: Celery) -> None:
+def test_an_evaluation_on_its_queue(stack: Stack, app: Celery) -> None:
     arguments = {
         "evaluation_id": "e1", "tenant": "a", "policy_key": "a/p", "version": 4,
         "policy": "expert", "suite_name": "tabletop/push", "episodes": 5,
@@ -112,26 +93,24 @@ def test_an_evaluation_on_its_queue(stack: tuple[Path, Operator], app: Celery) -
             "evaluation.evaluate", kwargs=arguments, queue=destination, ignore_result=True
         )
     key = "a/evaluations/e1/record.json"
-    wait_until(lambda: [info for info in stack[1].objects.list(key)])
-    record = EvaluationRecord.from_json(stack[1].objects.get(key))
+    wait_until(lambda: [info for info in stack.admin.objects.list(key)])
+    record = EvaluationRecord.from_json(stack.admin.objects.get(key))
     assert (record.num_episodes, record.success_rate, record.policy_version) == (5, 1.0, 4)
-    played = stack[1].ledger.client.xlen("vla:t:a:w:e1:events")
+    played = stack.admin.ledger.client.xlen("vla:t:a:w:e1:events")
     assert played == 5  # each episode once
 
 
 def test_f53_a_killed_host_publishes_nothing_and_done_again_it_is_the_same(
-    stack: tuple[Path, Operator], app: Celery, payloads: RedisPayloadStore
+    stack: Stack, app: Celery, payloads: RedisPayloadStore
 ) -> None:
-    var, admin = stack
+    admin = stack.admin
     send(app, config("p2"), horizon=40, host_id=None)
     wait_until(lambda: payloads.metadata("p2", "a"))
     stream = "vla:t:a:w:w1:events"
     before = admin.ledger.client.xlen(stream)
     send(app, config("p3"), horizon=4000, host_id=HOST)
     wait_until(lambda: admin.ledger.client.xlen(stream) > before + 5)
-    pid = next(one.pid for one in operate.status(var) if one.role == HOST)
-    assert pid is not None
-    psutil.Process(pid).send_signal(signal.SIGKILL)
+    stack.kill(HOST)
     assert payloads.metadata("p3", "a") == {}
     # A message that the dying worker took along is sent again, as a reconciler does.
     resent = time.monotonic()
@@ -148,23 +127,21 @@ def test_f53_a_killed_host_publishes_nothing_and_done_again_it_is_the_same(
 
 
 @pytest.fixture
-def tenant_url(stack: tuple[Path, Operator]) -> Iterator[str]:
-    url = stack[1].add("walker")
+def tenant_url(stack: Stack) -> Iterator[str]:
+    url = stack.admin.add("walker")
     parts = urlsplit(url)
-    with redis.Redis.from_url(stack[1].info.payload_url) as client:
+    with redis.Redis.from_url(stack.admin.info.payload_url) as client:
         rules = ["reset", "on", f">{parts.password}", *acl_rules("walker"), "+@connection"]
         client.execute_command("ACL", "SETUSER", "walker", *rules)
     if "payload" not in parse_qs(parts.query):
-        payload = urlsplit(stack[1].info.payload_url)
+        payload = urlsplit(stack.admin.info.payload_url)
         url += f"&payload={payload.hostname}:{payload.port}/0"
     yield url
-    stack[1].remove("walker")
+    stack.admin.remove("walker")
 
 
-def test_a_tenant_drives_a_session_from_python(
-    stack: tuple[Path, Operator], tenant_url: str
-) -> None:
-    wait_until(lambda: HostTable(stack[1].ledger.client).hosts("tabletop"))
+def test_a_tenant_drives_a_session_from_python(stack: Stack, tenant_url: str) -> None:
+    wait_until(lambda: HostTable(stack.admin.ledger.client).hosts("tabletop"))
     with Platform(tenant_url) as platform:
         with pytest.raises(SpecError, match="did you mean 'push'"):
             platform.environment("tabletop/puch")

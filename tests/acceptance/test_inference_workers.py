@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from celery import Celery
 torch = pytest.importorskip("torch")
 
 from tests.conftest import running  # noqa: E402
+from tests.published import publish  # noqa: E402
 from tests.unit.gpu_workers.conftest import config_maker  # noqa: E402
 from tests.unit.gpu_workers.test_inference import weights_of  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
 from vla_platform.client.inference import InferenceProxy  # noqa: E402
 from vla_platform.control.ledger import Ledger  # noqa: E402
 from vla_platform.control.tenants import TENANTS_KEY  # noqa: E402
@@ -40,11 +42,12 @@ from vla_platform.gpu_workers.inference_metrics import TASK_NAME  # noqa: E402
 from vla_platform.gpu_workers.module_source import MemoryModuleSource  # noqa: E402
 from vla_platform.gpu_workers.module_versions import ModuleVersions  # noqa: E402
 from vla_platform.gpu_workers.slots import SlotConfig  # noqa: E402
-from vla_platform.gpu_workers.weights import WeightStore, publish  # noqa: E402
+from vla_platform.gpu_workers.weights import Weights  # noqa: E402
 from vla_platform.inference.protocol import Prediction, PredictRequest, RowShape  # noqa: E402
 from vla_platform.specs import FlowMatchingModule  # noqa: E402
 from vla_platform.stack.ports import LOOPBACK, free_ports  # noqa: E402
 from vla_platform.stack.servers import S3Address, redis_ready, redis_server  # noqa: E402
+from vla_storage.checkpoints import CheckpointStore  # noqa: E402
 from vla_storage.objects import S3ObjectStore  # noqa: E402
 
 pytestmark = [pytest.mark.services, pytest.mark.slow]
@@ -59,12 +62,21 @@ class Platform:
     environment: dict[str, str]
     folder: Path
     ledger: Ledger
-    weights: WeightStore
+    objects: S3ObjectStore
+    signing_key: bytes
     configs: list[SlotConfig]
     backbone: Backbone
     proxy: InferenceProxy
     payload: PayloadServer
     workers: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list)
+
+    def publish(self, config: SlotConfig, weights: Weights) -> None:
+        store = CheckpointStore(
+            objects=self.objects,
+            tenant_id=config.policy_key.partition("/")[0],
+            signing_key=self.signing_key,
+        )
+        publish(store, self.ledger, config, weights)
 
     def start_worker(self) -> subprocess.Popen[bytes]:
         number = len(self.workers)
@@ -82,7 +94,7 @@ class Platform:
                 stderr=subprocess.STDOUT,
             )
         self.workers.append(process)
-        until(lambda: ready.exists() or process.poll() is not None, READY_S)
+        wait_until(lambda: ready.exists() or process.poll() is not None, READY_S)
         assert process.poll() is None, (self.folder / f"worker-{number}.log").read_text()[-3000:]
         return process
 
@@ -103,13 +115,6 @@ class PayloadServer:
 
     def kill(self) -> None:
         self._stack.close()
-
-
-def until(condition: Callable[[], bool], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -135,9 +140,7 @@ def platform(
         "VLA_BASE_MODELS": BASE,
         "VLA_VAR": str(tmp_path),
     }
-    objects = S3ObjectStore(
-        s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-    )
+    objects = s3.objects()
     ledger = Ledger.connect(control_redis_url)
     ledger.load()
     backbone = Backbone.load(BASE)
@@ -148,13 +151,14 @@ def platform(
         make("zeta", seed=2),
         make("flow", module=flow, cameras=("top", "wrist"), action_dim=5, seed=3),
     ]
-    weights = WeightStore(objects, signing_key=key_file.read_bytes())
-    for config in configs:
-        one = weights_of(config, backbone)
-        publish(weights, ledger, config.policy_key, 1, one.tensors, one.meta)
-        ledger.client.sadd(TENANTS_KEY, config.policy_key.partition("/")[0])
     proxy = InferenceProxy.connect(payload.url, ledger.base_model_of)
-    found = Platform(environment, tmp_path, ledger, weights, configs, backbone, proxy, payload)
+    found = Platform(
+        environment, tmp_path, ledger, objects, key_file.read_bytes(), configs, backbone, proxy,
+        payload,
+    )  # fmt: skip
+    for config in configs:
+        found.publish(config, weights_of(config, backbone))
+        ledger.client.sadd(TENANTS_KEY, config.policy_key.partition("/")[0])
     yield found
     proxy.close()
     for worker in found.workers:
@@ -259,25 +263,25 @@ def test_a_killed_worker_and_a_restarted_broker_cost_no_answer(platform: Platfor
     platform.start_worker()
     platform.start_worker()
     load = Load(platform)
-    until(lambda: load.answered > 30, 60)
+    wait_until(lambda: load.answered > 30, 60)
     os.kill(platform.workers[0].pid, signal.SIGKILL)
     killed = time.monotonic()
     before = load.answered
-    until(lambda: load.answered > before + 60, 60)
+    wait_until(lambda: load.answered > before + 60, 60)
     recovered = time.monotonic() - killed
     platform.payload.kill()
     time.sleep(0.5)
     platform.payload.start()
     restarted = time.monotonic()
     before = load.answered
-    until(lambda: load.answered > before + 20, 60)
+    wait_until(lambda: load.answered > before + 20, 60)
     served_again = time.monotonic() - restarted
     for _ in range(10):  # flapping
         with contextlib.suppress(redis.RedisError), redis.Redis.from_url(platform.payload.url) as c:
             c.client_kill_filter(_type="normal", skipme=True)
         time.sleep(0.3)
     flapped, before = time.monotonic(), load.answered
-    until(lambda: load.answered > before + 20, 60)
+    wait_until(lambda: load.answered > before + 20, 60)
     served_after_flapping = time.monotonic() - flapped
     load.stop()
     assert load.wrong == []
@@ -303,9 +307,9 @@ def test_new_versions_are_served_unknown_ones_are_errors_and_celery_sees_the_bat
     with pytest.raises(NotFoundError):
         platform.proxy.predict(seen, tenant="nobody", policy="task")
     two = weights_of(config, platform.backbone, version=2)
-    digest = publish(platform.weights, platform.ledger, "acme/task", 2, two.tensors, two.meta)
-    assert digest == ask(version=2).module_digest
-    until(lambda: ask().policy_version == 2, 20)
+    platform.publish(config, two)
+    assert two.digest == ask(version=2).module_digest
+    wait_until(lambda: ask().policy_version == 2, 20)
     assert ask(version=1).policy_version == 1
 
     app = Celery(broker=platform.environment["VLA_REDIS_URL"], set_as_current=False)

@@ -2,70 +2,46 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from vla_platform.cli.tenants import Operator, operator
+from tests.acceptance.stacks import Stack, started, vla_json, with_tabletop
+from tests.waiting import wait_until
 from vla_platform.client import Platform
 from vla_platform.control import maintenance
 from vla_platform.errors import AccessError, QuotaError, UnavailableError
 from vla_platform.operators.workers import Workers
 from vla_platform.stack import operate
-from vla_platform.stack.roles import ROLES, environment_roles
 
 POLICY = "reach"
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Operator, Path]]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
-    var, data = folder / "var", folder / "data"
     subprocess.run(
         (sys.executable, "-m", "vla_platform.envs.demonstrate", "tabletop/reach",
-         str(data / "reach"), "--episodes", "4", "--seed", "0", "--options", "{}", "--noise", "0"),
+         str(folder / "data" / "reach"), "--episodes", "4", "--seed", "0", "--options", "{}",
+         "--noise", "0"),
         check=True, capture_output=True,
     )  # fmt: skip
-    roles = (*ROLES, *environment_roles(1, {"tabletop": 1.0}, var))
-    try:
-        operate.up(var, roles=roles, environment=os.environ, dataset_roots=str(data), timeout_s=240)
-        with operator(var) as admin:
-            yield var, admin, data
-    finally:
-        operate.down(var)
+    with started(folder, roles=with_tabletop(folder)) as found:
+        yield found
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.1)
-
-
-def vla(var: Path, *arguments: str) -> tuple[int, Any]:
-    command = (sys.executable, "-m", "vla_platform.cli.main", *arguments)
-    done = subprocess.run(
-        (*command, "--var", str(var), "--format", "json"), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    return done.returncode, json.loads(done.stdout) if done.stdout.strip() else done.stderr
-
-
-def test_a_run_is_evaluated_audited_counted_and_limited(stack: tuple[Path, Operator, Path]) -> None:
-    var, admin, data = stack
+def test_a_run_is_evaluated_audited_counted_and_limited(stack: Stack) -> None:
+    var, admin = stack.var, stack.admin
     url = admin.add("a")
     spec = {
         "kind": "sft", "policy": POLICY, "steps": 4, "batch_size": 4,
-        "dataset": {"path": str(data / "reach")}, "checkpoint": {"every_steps": 2},
+        "dataset": {"path": str(stack.data / "reach")}, "checkpoint": {"every_steps": 2},
     }  # fmt: skip
     with Platform(url) as platform:
         run = platform.submit(spec)
@@ -90,17 +66,17 @@ def test_a_run_is_evaluated_audited_counted_and_limited(stack: tuple[Path, Opera
         line = next(x for one in month(day) for x in one.lines if x.workload == run.id)
         whole = admin.ledger.client.hget("vla:usage:a", "jobs")
         assert line.amounts["jobs"] == int(whole)
-        rc, _ = vla(var, "tenants", "limits", "a", "--monthly-worker-s", "0.001")
+        rc, _ = vla_json(var, "tenants", "limits", "a", "--monthly-worker-s", "0.001")
         assert rc == 0
         with pytest.raises(QuotaError, match="budget is used up"):
             platform.submit({**spec, "steps": 5})
         checkpoint = platform.checkpoints(POLICY)[-1].checkpoint_id
-        rc, told = vla(var, "audit", "--deep")
+        rc, told = vla_json(var, "audit", "--deep")
         assert (rc, told["worst"]) == (0, None)
         prefix = f"a/policies/{POLICY}/checkpoints/"
         victim = next(i.key for i in admin.objects.list(prefix) if "/optimizer-" in i.key)
         admin.objects.delete(victim)
-        rc, told = vla(var, "audit", "--tenant", "a")
+        rc, told = vla_json(var, "audit", "--tenant", "a")
         assert rc == 4
         assert [f["key"] for f in told["audits"][0]["report"]["findings"]] == [victim]
         assert checkpoint
@@ -111,8 +87,8 @@ def test_a_run_is_evaluated_audited_counted_and_limited(stack: tuple[Path, Opera
         assert [one.id for one in fresh.runs()] == [run.id]
 
 
-def test_operators_see_it_in_a_browser(stack: tuple[Path, Operator, Path], tmp_path: Path) -> None:
-    info = stack[1].info
+def test_operators_see_it_in_a_browser(stack: Stack, tmp_path: Path) -> None:
+    info = stack.admin.info
     login = (info.flower_user, info.flower_password)
     for address in (info.page_url, info.flower_url):
         assert httpx.get(address, timeout=20).status_code == 401
@@ -140,13 +116,13 @@ def test_operators_see_it_in_a_browser(stack: tuple[Path, Operator, Path], tmp_p
         assert worker in flower
 
 
-def test_a_worker_is_drained_restarted_and_works_on(stack: tuple[Path, Operator, Path]) -> None:
-    var, admin, _ = stack
+def test_a_worker_is_drained_restarted_and_works_on(stack: Stack) -> None:
+    var, admin = stack.var, stack.admin
     workers = Workers(admin.info.redis_url, admin.ledger.client)
     before = {row.name.partition("@")[0]: row.pid for row in workers.rows()}
-    rc, rows = vla(var, "workers", "drain", "sft")
+    rc, rows = vla_json(var, "workers", "drain", "sft")
     assert (rc, set(rows["left"].split(", "))) == (0, {"sft", "graders", "advantages", "audit"})
-    rc, _ = vla(var, "workers", "undrain", "sft")
+    rc, _ = vla_json(var, "workers", "undrain", "sft")
     assert rc == 0
     operate.restart_role(var, "sft")
     wait_until(lambda: {r.name.partition("@")[0] for r in workers.rows()} == set(before))

@@ -6,68 +6,53 @@ The random base model: what must hold here are versions, counts and equality, no
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.acceptance.recorded import offline, write_mixed
-from vla_platform.cli.tenants import Operator, operator
+from tests.acceptance.stacks import (
+    RANDOM,
+    Stack,
+    at_step,
+    demonstrate,
+    sft,
+    started,
+    with_tabletop,
+)
 from vla_platform.client import Platform, Run
-from vla_platform.datasets.recording import make_demonstrations
-from vla_platform.envs.tabletop import Tabletop
 from vla_platform.errors import NotFoundError, SpecError, WorkloadFailedError
-from vla_platform.stack import operate
-from vla_platform.stack.roles import ROLES, environment_roles
-from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import CheckpointNotFoundError
 
 UPDATES = 4
 TIMEOUT_S = 180
-Stack = tuple[Path, Operator, dict[str, Platform]]
+SMALL = {"path": "reach", "heldout_samples": 4}
+Running = tuple[Stack, dict[str, Platform]]
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("rl")
-    make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=6, seed=0)
+    demonstrate(folder, episodes=6)
     write_mixed(folder / "data" / "mixed")
-    var = folder / "var"
-    roles = (*ROLES, *environment_roles(1, {"tabletop": 1.0}, var))
-    environment = {**os.environ, "VLA_BASE_MODELS": "tiny=tiny-random"}
-    try:
-        operate.up(
-            var, environment=environment, dataset_roots=str(folder / "data"), roles=roles,
-            timeout_s=180,
-        )  # fmt: skip
-        with operator(var) as admin:
-            platforms = {name: Platform(admin.add(name)) for name in ("a", "b")}
-            yield var, admin, platforms
-            for platform in platforms.values():
-                platform.close()
-    finally:
-        operate.down(var)
+    with (
+        started(folder, environment=RANDOM, roles=with_tabletop(folder)) as found,
+        Platform(found.admin.add("a")) as a,
+        Platform(found.admin.add("b")) as b,
+    ):
+        yield found, {"a": a, "b": b}
 
 
 @pytest.fixture(scope="module")
-def tuned(stack: Stack) -> dict[str, str]:
+def tuned(stack: Running) -> dict[str, str]:
     """A fine-tuned checkpoint of each tenant; `b` has the flow-matching module."""
-    _, _, platforms = stack
+    platforms = stack[1]
     flow = {"kind": "flow_matching", "chunk": 4, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}
     runs = {
         name: platforms[name].submit(
-            {
-                "kind": "sft",
-                "policy": "reach",
-                "dataset": {"path": "reach", "heldout_samples": 4},
-                "steps": 10,
-                "batch_size": 4,
-                "action_module": module,
-            }
+            sft("reach", steps=10, action_module=module, dataset=SMALL, checkpoint={})
         )
         for name, module in (("a", {"kind": "oft", "chunk": 4}), ("b", flow))
     }
@@ -98,25 +83,18 @@ def updates(run: Run) -> list[dict[str, Any]]:
     return [event for event in run.events(follow=False) if event["kind"] == "update"]
 
 
-def module_of(admin: Operator, tenant: str, run: Run) -> str:
-    key = admin.info.signing_key_file.read_bytes().strip()
-    store = CheckpointStore(objects=admin.objects, tenant_id=tenant, signing_key=key)
-    manifest = store.verify(run.status().checkpoint or "")
-    return next(one.sha256 for one in manifest.objects if one.name == "module.safetensors")
-
-
 @pytest.fixture(scope="module")
-def alone(stack: Stack, tuned: dict[str, str]) -> Run:
-    run = stack[2]["a"].submit(spec("alone", tuned["a"]))
+def alone(stack: Running, tuned: dict[str, str]) -> Run:
+    run = stack[1]["a"].submit(spec("alone", tuned["a"]))
     run.result(TIMEOUT_S)
     return run
 
 
-def test_a_run_publishes_a_version_with_every_update(stack: Stack, alone: Run) -> None:
-    _, admin, platforms = stack
+def test_a_run_publishes_a_version_with_every_update(stack: Running, alone: Run) -> None:
+    running, platforms = stack
     status = alone.status()
     assert (status.step, status.policy_version) == (UPDATES, UPDATES)
-    assert list(admin.ledger.steps(alone.id)) == list(range(1, UPDATES + 1))
+    assert list(running.admin.ledger.steps(alone.id)) == list(range(1, UPDATES + 1))
     every = updates(alone)
     assert [event["policy_version"] for event in every] == [1, 2, 3, 4]
     assert [event["backbone_forwards"] for event in every] == [0] * UPDATES  # encoded once
@@ -124,57 +102,49 @@ def test_a_run_publishes_a_version_with_every_update(stack: Stack, alone: Run) -
     assert manifests[-1].policy_version == UPDATES
 
 
-def test_the_first_epoch_meets_the_policy_that_acted(stack: Stack, tuned: dict[str, str]) -> None:
+def test_the_first_epoch_meets_the_policy_that_acted(stack: Running, tuned: dict[str, str]) -> None:
     """One pass in one minibatch: the ratio is 1, so nothing diverges and nothing is clipped."""
     one_pass = {"kind": "ppo", "epochs": 1, "minibatches": 1}
-    run = stack[2]["a"].submit(spec("once", tuned["a"], algorithm=one_pass, updates=2))
+    run = stack[1]["a"].submit(spec("once", tuned["a"], algorithm=one_pass, updates=2))
     run.result(TIMEOUT_S)
     assert [event["clip_fraction"] for event in updates(run)] == [0.0, 0.0]
     assert max(event["approx_kl"] for event in updates(run)) < 1e-5
 
 
 def test_encoding_again_gives_the_same_numbers(
-    stack: Stack, tuned: dict[str, str], alone: Run
+    stack: Running, tuned: dict[str, str], alone: Run
 ) -> None:
-    run = stack[2]["a"].submit(spec("recomputed", tuned["a"], encode_once=False))
+    run = stack[1]["a"].submit(spec("recomputed", tuned["a"], encode_once=False))
     run.result(TIMEOUT_S)
     assert min(event["backbone_forwards"] for event in updates(run)) > 0
     for one, other in zip(updates(run), updates(alone), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
 
 
-def test_beside_others_equals_alone(stack: Stack, tuned: dict[str, str], alone: Run) -> None:
+def test_beside_others_equals_alone(stack: Running, tuned: dict[str, str], alone: Run) -> None:
     """Another tenant's GRPO and a fine-tuning run at the same time; parameters are equal."""
-    _, admin, platforms = stack
+    running, platforms = stack
     others = [
         platforms["b"].submit(spec("noise", tuned["b"], **GRPO)),
-        platforms["b"].submit(
-            {
-                "kind": "sft",
-                "policy": "filler",
-                "dataset": {"path": "reach", "heldout_samples": 4},
-                "steps": 200,
-                "batch_size": 4,
-            }
-        ),
+        platforms["b"].submit(sft("filler", steps=200, dataset=SMALL, checkpoint={})),
     ]
     run = platforms["a"].submit(spec("beside", tuned["a"]))
     assert run.result(TIMEOUT_S).policy_version == UPDATES
-    assert module_of(admin, "a", run) == module_of(admin, "a", alone)
+    assert running.module("a", run) == running.module("a", alone)
     for other in others:
         other.result(TIMEOUT_S)
 
 
-def test_grpo_trains_a_flow_matching_policy(stack: Stack, tuned: dict[str, str]) -> None:
-    run = stack[2]["b"].submit(spec("grpo", tuned["b"], **GRPO))
+def test_grpo_trains_a_flow_matching_policy(stack: Running, tuned: dict[str, str]) -> None:
+    run = stack[1]["b"].submit(spec("grpo", tuned["b"], **GRPO))
     assert run.result(TIMEOUT_S).step == UPDATES
 
 
 def test_the_actors_forward_changes_nothing_on_fresh_samples(
-    stack: Stack, tuned: dict[str, str], alone: Run
+    stack: Running, tuned: dict[str, str], alone: Run
 ) -> None:
     forward = {"kind": "ppo", "epochs": 2, "minibatches": 2, "actor_forward": True}
-    run = stack[2]["a"].submit(spec("forward", tuned["a"], algorithm=forward))
+    run = stack[1]["a"].submit(spec("forward", tuned["a"], algorithm=forward))
     run.result(TIMEOUT_S)
     for one, other in zip(updates(run), updates(alone), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
@@ -182,23 +152,20 @@ def test_the_actors_forward_changes_nothing_on_fresh_samples(
 
 @pytest.mark.parametrize("role", ["gpu", "sft", "env-tabletop-1"])
 def test_a_killed_worker_loses_no_update_f45_f53(
-    stack: Stack, tuned: dict[str, str], alone: Run, role: str
+    stack: Running, tuned: dict[str, str], alone: Run, role: str
 ) -> None:
-    var, admin, platforms = stack
+    running, platforms = stack
     run = platforms["a"].submit(spec(f"killed-{role}", tuned["a"]))
-    for event in run.events():
-        if event["kind"] == "update":
-            break
-    pid = next(one.pid for one in operate.status(var) if one.role == role)
-    psutil.Process(pid).send_signal(signal.SIGKILL)
+    at_step(run, 0, kind="update")
+    running.kill(role)
     assert run.result(TIMEOUT_S).step == UPDATES
-    assert list(admin.ledger.steps(run.id)) == list(range(1, UPDATES + 1))
-    assert module_of(admin, "a", run) == module_of(admin, "a", alone)
+    assert list(running.admin.ledger.steps(run.id)) == list(range(1, UPDATES + 1))
+    assert running.module("a", run) == running.module("a", alone)
 
 
-def test_a_grader_rewards_from_a_task_of_its_own(stack: Stack, tuned: dict[str, str]) -> None:
+def test_a_grader_rewards_from_a_task_of_its_own(stack: Running, tuned: dict[str, str]) -> None:
     """Its grades are told, and change what is learnt; a second run learns the same."""
-    _, admin, platforms = stack
+    running, platforms = stack
     reward = {"kind": "grader", "name": "rank@1"}
     runs = [platforms["a"].submit(spec(f"graded-{at}", tuned["a"], reward=reward, **GRPO))
             for at in (1, 2)]  # fmt: skip
@@ -209,16 +176,16 @@ def test_a_grader_rewards_from_a_task_of_its_own(stack: Stack, tuned: dict[str, 
     assert {event["position"] for event in told} >= set(range(UPDATES))
     assert {event["grader"] for event in told} == {"rank@1"}
     assert {round(event["mean_grade"], 6) for event in told} == {0.5}
-    assert module_of(admin, "a", runs[0]) == module_of(admin, "a", runs[1])
-    assert module_of(admin, "a", runs[0]) != module_of(admin, "a", plain)
+    assert running.module("a", runs[0]) == running.module("a", runs[1])
+    assert running.module("a", runs[0]) != running.module("a", plain)
     assert runs[0].explain()["unscored"] == 0
 
 
 @pytest.mark.parametrize("kind", ["awr", "ppo"])
 def test_graders_and_advantage_weights_go_with_any_environment(
-    stack: Stack, tuned: dict[str, str], kind: str
+    stack: Running, tuned: dict[str, str], kind: str
 ) -> None:
-    run = stack[2]["b"].submit(
+    run = stack[1]["b"].submit(
         spec(f"graded-{kind}", tuned["b"], algorithm={"kind": kind, "epochs": 1}, updates=2,
              reward={"kind": "grader", "name": "smoothness@1", "on_failure": "fail"})
     )  # fmt: skip
@@ -230,11 +197,11 @@ DISTILLED = {"algorithm": {"kind": "reinforce", "gamma": 0.0, "normalize_advanta
 
 @pytest.mark.parametrize("tenant", ["a", "b"])
 def test_a_teacher_rewards_what_it_would_have_done(
-    stack: Stack, tuned: dict[str, str], tenant: str
+    stack: Running, tuned: dict[str, str], tenant: str
 ) -> None:
     """Both module kinds. From another policy there is something to learn, however it is named;
     from oneself there is not, up to rounding."""
-    platform = stack[2][tenant]
+    platform = stack[1][tenant]
     tutor = platform.submit(spec(f"tutor-{tenant}", tuned[tenant], updates=2))
     learnt = tutor.result(TIMEOUT_S)
     teachers = [
@@ -253,8 +220,8 @@ def test_a_teacher_rewards_what_it_would_have_done(
     assert pulls[0] == pulls[1] > 100 * pulls[2]
 
 
-def test_teachers_that_cannot_teach_are_refused(stack: Stack, tuned: dict[str, str]) -> None:
-    platforms = stack[2]
+def test_teachers_that_cannot_teach_are_refused(stack: Running, tuned: dict[str, str]) -> None:
+    platforms = stack[1]
     for teacher, error in (
         ({"policy": "reach", "version": tuned["b"]}, CheckpointNotFoundError),
         ({"policy": "nobody", "version": 1}, NotFoundError),
@@ -270,10 +237,10 @@ def test_teachers_that_cannot_teach_are_refused(stack: Stack, tuned: dict[str, s
     ("role", "baseline", "in_flight"), [("gpu", "value", 1), ("gpu", "mean", 3), ("sft", "mean", 3)]
 )
 def test_recorded_episodes_train_by_the_same_path_and_resume_bit_by_bit(
-    stack: Stack, tuned: dict[str, str], role: str, baseline: str, in_flight: int
+    stack: Running, tuned: dict[str, str], role: str, baseline: str, in_flight: int
 ) -> None:
     """No environment, no staleness; a killed worker changes no bit, and checkpoints may be rare."""
-    var, admin, platforms = stack
+    running, platforms = stack
     rare = offline(
         checkpoint={"every_steps": 3}, limits={"max_in_flight": in_flight},
         algorithm={"kind": "awr", "baseline": baseline, "epochs": 1, "minibatches": 2},
@@ -281,20 +248,17 @@ def test_recorded_episodes_train_by_the_same_path_and_resume_bit_by_bit(
     straight = platforms["a"].submit(spec(f"recorded-{role}-{baseline}", tuned["a"], **rare))
     assert straight.result(TIMEOUT_S).step == 8
     run = platforms["a"].submit(spec(f"recorded-killed-{role}-{baseline}", tuned["a"], **rare))
-    for event in run.events():
-        if event["kind"] == "update" and event["step"] >= 2:
-            break
-    pid = next(one.pid for one in operate.status(var) if one.role == role)
-    psutil.Process(pid).send_signal(signal.SIGKILL)
+    at_step(run, 2, kind="update")
+    running.kill(role)
     assert run.result(TIMEOUT_S).step == 8
-    assert list(admin.ledger.steps(run.id)) == list(range(1, 9))
-    assert module_of(admin, "a", run) == module_of(admin, "a", straight)
+    assert list(running.admin.ledger.steps(run.id)) == list(range(1, 9))
+    assert running.module("a", run) == running.module("a", straight)
 
 
 def test_a_flow_matching_policy_learns_from_two_sources_by_share(
-    stack: Stack, tuned: dict[str, str]
+    stack: Running, tuned: dict[str, str]
 ) -> None:
-    _, admin, platforms = stack
+    running, platforms = stack
     source = {"dataset": {"path": "mixed"}, "success": "next.success"}
     data = {
         "sources": [
@@ -305,36 +269,36 @@ def test_a_flow_matching_policy_learns_from_two_sources_by_share(
     }  # fmt: skip
     run = platforms["b"].submit(spec("two-sources", tuned["b"], **offline(data=data)))
     assert run.result(TIMEOUT_S).step == 8
-    assert admin.ledger.client.hget("vla:usage:b", "jobs") is not None
+    assert running.admin.ledger.client.hget("vla:usage:b", "jobs") is not None
     with pytest.raises(SpecError, match="makes its own samples"):
         run.train_batch({})
 
 
 def test_recorded_data_that_do_not_fit_are_refused_by_name(
-    stack: Stack, tuned: dict[str, str]
+    stack: Running, tuned: dict[str, str]
 ) -> None:
     for dataset, name in (
         ({"path": "mixed", "action": "observation.state", "state": "next.reward"}, "state"),
         ({"path": "mixed", "state": "action", "action": "next.reward"}, "action"),
     ):
         data = {"sources": [{"dataset": dataset, "reward": "next.reward"}]}
-        run = stack[2]["a"].submit(spec("misfit", tuned["a"], **offline(data=data)))
+        run = stack[1]["a"].submit(spec("misfit", tuned["a"], **offline(data=data)))
         with pytest.raises(WorkloadFailedError, match=name):
             run.result(TIMEOUT_S)
 
 
-def test_what_teaches_nothing_ends_the_run_by_name(stack: Stack, tuned: dict[str, str]) -> None:
+def test_what_teaches_nothing_ends_the_run_by_name(stack: Running, tuned: dict[str, str]) -> None:
     """A sparse reward that nobody finds: every rollout is dropped, and that has an end."""
     hopeless = {"id": "tabletop/reach", "options": {"max_steps": 4}}
-    run = stack[2]["a"].submit(
+    run = stack[1]["a"].submit(
         spec("hopeless", tuned["a"], environment=hopeless, max_dropped=3, **GRPO)
     )
     with pytest.raises(WorkloadFailedError, match="3 rollouts in a row taught nothing"):
         run.result(TIMEOUT_S)
 
 
-def test_bad_requests_are_refused(stack: Stack, tuned: dict[str, str]) -> None:
-    platforms = stack[2]
+def test_bad_requests_are_refused(stack: Running, tuned: dict[str, str]) -> None:
+    platforms = stack[1]
     with pytest.raises(SpecError, match="did you mean"):
         platforms["a"].submit(spec("p", tuned["a"], environment={"id": "tabletop/raech"}))
     with pytest.raises(CheckpointNotFoundError):
@@ -354,17 +318,17 @@ def example() -> Any:
 
 
 def test_an_algorithm_by_hand_gives_the_built_ins_update(
-    stack: Stack, tuned: dict[str, str]
+    stack: Running, tuned: dict[str, str]
 ) -> None:
     """Own sessions, own predictions, own advantages: equal bits for equal samples."""
-    _, admin, platforms = stack
+    running, platforms = stack
     by_hand = example()
     platform, init = platforms["a"], tuned["a"]
     episodes = by_hand.play(
         platform, policy="reach", version=init, seeds=[1, 2, 3], decisions=3,
         options={"max_steps": 12, "reward": "dense"},
     )  # fmt: skip
-    size = admin.ledger.base_models()["tiny"]["image_size"]
+    size = running.admin.ledger.base_models()["tiny"]["image_size"]
     columns = by_hand.columns_of(episodes, cameras=("top", "wrist"), image_size=size)
     runs = [platform.submit(by_hand.spec(name, init, 1)) for name in ("own", "built-in")]
     own = runs[0].train_batch({**columns, **by_hand.advantages(columns)})
@@ -373,6 +337,6 @@ def test_an_algorithm_by_hand_gives_the_built_ins_update(
     assert own["policy_version"] == 1
     for run in runs:
         run.result(TIMEOUT_S)
-    assert module_of(admin, "a", runs[0]) == module_of(admin, "a", runs[1])
+    assert running.module("a", runs[0]) == running.module("a", runs[1])
     with pytest.raises(SpecError, match="makes its own samples"):
         platform.submit(spec("not-by-hand", init)).train_batch(columns)

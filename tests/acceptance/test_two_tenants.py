@@ -10,12 +10,10 @@ import json
 import math
 import os
 import shutil
-import signal
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,8 @@ import pyarrow.parquet as pq
 import pytest
 import redis
 
-from vla_platform.cli.tenants import Operator, operator
+from tests.acceptance.stacks import RANDOM, Stack, at_step, demonstrate, losses, sft, started
+from vla_platform.cli.tenants import Operator
 from vla_platform.client import Frames, Platform, Run
 from vla_platform.control.recovery import recover
 from vla_platform.datasets.recording import make_demonstrations
@@ -39,7 +38,6 @@ from vla_platform.errors import (
     WorkloadFailedError,
 )
 from vla_platform.stack import operate
-from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import (
     CheckpointNotFoundError,
     InvalidKeyError,
@@ -50,69 +48,30 @@ from vla_storage.payloads.arena_file import ArenaFile
 
 STEPS = 30
 TIMEOUT_S = 120
-ENVIRONMENT = {**os.environ, "VLA_BASE_MODELS": "tiny=tiny-random"}
 
 
 @pytest.fixture(scope="module")
-def stack(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Path, Operator, dict[str, Platform]]]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, dict[str, Platform]]]:
     folder = tmp_path_factory.mktemp("stack")
-    make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=12, seed=0)
+    demonstrate(folder, episodes=12)
     one = Tabletop(cameras=("top",), gripper=False, sentences=("go to the {color} block",))
     make_demonstrations(folder / "data" / "go-to", env=one, episodes=12, seed=1)
-    var = folder / "var"
-    try:
-        operate.up(var, environment=ENVIRONMENT, dataset_roots=str(folder / "data"), timeout_s=180)
-        with operator(var) as admin:
-            platforms = {name: Platform(admin.add(name)) for name in ("a", "ab")}
-            yield var, admin, platforms
-            for platform in platforms.values():
-                platform.close()
-    finally:
-        operate.down(var)
+    with (
+        started(folder, environment=RANDOM) as found,
+        Platform(found.admin.add("a")) as a,
+        Platform(found.admin.add("ab")) as ab,
+    ):
+        yield found, {"a": a, "ab": ab}
 
 
 def spec(policy: str, path: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "kind": "sft",
-        "policy": policy,
-        "dataset": {"path": path, "heldout_samples": 8},
-        "steps": STEPS,
-        "batch_size": 4,
-        "checkpoint": {"every_steps": 10},
-        **changes,
-    }
-
-
-def losses(run: Run) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in run.metrics() if event["kind"] == "step"}
-
-
-def digests(admin: Operator, tenant: str, checkpoint: str | None) -> dict[str, str]:
-    key = admin.info.signing_key_file.read_bytes().strip()
-    store = CheckpointStore(objects=admin.objects, tenant_id=tenant, signing_key=key)
-    return {one.name: one.sha256 for one in store.verify(checkpoint or "").objects}
-
-
-def kill(var: Path, role: str) -> int:
-    """SIGKILL a role's process; returns the pid it had."""
-    pid = next(one.pid for one in operate.status(var) if one.role == role)
-    assert pid is not None
-    psutil.Process(pid).send_signal(signal.SIGKILL)
-    return pid
-
-
-def at_step(run: Run, step: int) -> None:
-    for event in run.events():
-        if event["kind"] == "step" and event["step"] >= step:
-            return
+    return sft(policy, path, **{"steps": STEPS, **changes})
 
 
 @pytest.fixture(scope="module")
 def undisturbed(stack) -> dict[str, Run]:
     """Each tenant alone, one after the other: what every other run has to equal."""
-    _, _, platforms = stack
+    platforms = stack[1]
     runs = {}
     for tenant, path in (("a", "reach"), ("ab", "go-to")):
         runs[tenant] = platforms[tenant].submit(spec("alone", path))
@@ -121,7 +80,7 @@ def undisturbed(stack) -> dict[str, Run]:
 
 
 def test_a_run_learns_and_ends_with_a_verified_checkpoint(stack, undisturbed):
-    _, admin, platforms = stack
+    running, platforms = stack
     for tenant, run in undisturbed.items():
         status = run.status()
         assert status.step == STEPS
@@ -131,7 +90,7 @@ def test_a_run_learns_and_ends_with_a_verified_checkpoint(stack, undisturbed):
         assert sum(found[-5:]) < sum(found[:5])
         heldout = [e["step"] for e in run.metrics() if e["kind"] == "heldout"]
         assert heldout == [0, STEPS]
-        assert len(digests(admin, tenant, status.checkpoint)) == 3
+        assert len(running.digests(tenant, run)) == 3
         assert platforms[tenant].verify(status.checkpoint).step == STEPS
         states = [event["state"] for event in status.history]
         assert states == ["pending", "running", "succeeded"]
@@ -139,7 +98,7 @@ def test_a_run_learns_and_ends_with_a_verified_checkpoint(stack, undisturbed):
 
 def test_a_trained_policy_acts_and_for_its_own_tenant_only(stack, undisturbed):
     """The way of an environment loop: observation in, un-normalised action chunk out."""
-    _, _, platforms = stack
+    platforms = stack[1]
     seen = Tabletop().reset(seed=3)
     platform, checkpoint = platforms["a"], undisturbed["a"].status().checkpoint
     current = platform.predict(seen, policy="alone", timeout_s=TIMEOUT_S)
@@ -159,7 +118,7 @@ def test_a_trained_policy_acts_and_for_its_own_tenant_only(stack, undisturbed):
 
 def test_together_equals_alone_to_the_bit(stack, undisturbed):
     """Whether jobs meet in a group is a matter of timing, so pairs run until some did."""
-    _, admin, platforms = stack
+    running, platforms = stack
     largest = 0
     for attempt in range(8):
         runs = {
@@ -167,11 +126,11 @@ def test_together_equals_alone_to_the_bit(stack, undisturbed):
             for tenant, path in (("a", "reach"), ("ab", "go-to"))
         }
         for tenant, run in runs.items():
-            status = run.result(TIMEOUT_S)
+            run.result(TIMEOUT_S)
             alone = undisturbed[tenant]
             assert losses(run) == losses(alone)
-            mine = digests(admin, tenant, status.checkpoint)
-            theirs = digests(admin, tenant, alone.status().checkpoint)
+            mine = running.digests(tenant, run)
+            theirs = running.digests(tenant, alone)
             for name in ("module.safetensors", "optimizer.safetensors"):
                 assert mine[name] == theirs[name]
             largest = max(largest, *(event.get("group_size", 0) for event in run.metrics()))
@@ -183,21 +142,21 @@ def test_together_equals_alone_to_the_bit(stack, undisturbed):
 @pytest.mark.parametrize("role", ["gpu", "sft", "control"])
 def test_a_killed_worker_changes_no_number(stack, undisturbed, role: str):
     """F03-F05, F23: both runs finish, each step took effect once, losses equal the undisturbed."""
-    var, admin, platforms = stack
+    running, platforms = stack
     runs = {
         tenant: platforms[tenant].submit(spec(f"kill-{role}", path))
         for tenant, path in (("a", "reach"), ("ab", "go-to"))
     }
     at_step(runs["a"], 1 if role == "control" else 13)
-    kill(var, role)
+    running.kill(role)
     for tenant, run in runs.items():
         run.result(TIMEOUT_S)
         assert losses(run) == losses(undisturbed[tenant])
-        assert list(admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
+        assert list(running.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
 
 
 def test_bad_requests_are_refused_and_leave_nothing(stack):
-    _, _, platforms = stack
+    platforms = stack[1]
     before = len(platforms["a"].runs())
     with pytest.raises(SpecError, match="batch_size"):
         platforms["a"].submit(spec("p", "reach", batch_size=0))
@@ -214,36 +173,34 @@ def test_bad_requests_are_refused_and_leave_nothing(stack):
 @pytest.mark.parametrize("server", ["redis-control", "s3", "redis-payload"])
 def test_an_outage_of_a_server_fails_nobodys_run_f23_f59(stack, undisturbed, server: str):
     """Killed in mid-training and brought back after a while: same numbers, each step once."""
-    var, admin, platforms = stack
+    running, platforms = stack
     # Another seed: cached features would let the run end before the kill.
     wanted = spec(f"out-{server}", "reach", seed=5, steps=80, checkpoint={"every_steps": 20})
     calm = platforms["a"].submit({**wanted, "policy": f"calm-{server}"})
     calm.result(TIMEOUT_S)
     run = platforms["a"].submit(wanted)
     at_step(run, 5)
-    pid = next(one.pid for one in operate.status(var) if one.role == server)
-    assert pid is not None
-    process = psutil.Process(pid)
+    process = psutil.Process(running.pid(server))
     process.suspend()
     time.sleep(3)  # the outage itself
     process.kill()
     assert run.result(TIMEOUT_S).step == 80
     assert losses(run) == losses(calm)
-    assert list(admin.ledger.steps(run.id)) == list(range(1, 81))
+    assert list(running.admin.ledger.steps(run.id)) == list(range(1, 81))
 
 
 @pytest.mark.parametrize("name", ["sft", "gpu", "control", "beat"])
 def test_a_tenant_named_like_a_worker_takes_nothing_from_it(stack, undisturbed, name: str):
     """The broker's users of the platform's own processes are out of every tenant's reach."""
-    _, admin, _ = stack
-    with Platform(admin.add(name)) as platform:
+    running, _ = stack
+    with Platform(running.admin.add(name)) as platform:
         run = platform.submit(spec("named", "reach", steps=3, checkpoint={}))
         assert run.result(TIMEOUT_S).step == 3
-    admin.remove(name)
+    running.admin.remove(name)
 
 
 def test_a_paused_run_goes_on_where_it_was(stack, undisturbed):
-    _, _, platforms = stack
+    platforms = stack[1]
     run = platforms["a"].submit(spec("paused", "reach", seed=8, steps=60))
     at_step(run, 5)
     assert run.pause() == "paused"
@@ -253,7 +210,7 @@ def test_a_paused_run_goes_on_where_it_was(stack, undisturbed):
 
 
 def test_a_run_that_waits_says_for_what(stack, undisturbed):
-    _, _, platforms = stack
+    platforms = stack[1]
     first = platforms["a"].submit(spec("busy", "reach", steps=5000))
     second = platforms["a"].submit(spec("busy", "reach", steps=5000, seed=1))
     at_step(first, 1)
@@ -266,7 +223,7 @@ def test_a_run_that_waits_says_for_what(stack, undisturbed):
 
 
 def test_a_run_whose_episodes_are_all_held_out_is_refused_at_once(stack):
-    _, _, platforms = stack
+    platforms = stack[1]
     dataset = {"path": "reach", "heldout_episodes": list(range(12))}
     with pytest.raises(SpecError, match="no episode is left"):
         platforms["a"].submit(spec("p", "reach", dataset=dataset))
@@ -274,23 +231,21 @@ def test_a_run_whose_episodes_are_all_held_out_is_refused_at_once(stack):
 
 def test_a_restarted_stack_goes_on_with_its_runs_and_tenants(stack, undisturbed):
     """`vla down`, `vla up` in mid-run, without repeating the dataset roots."""
-    var, _, platforms = stack
+    running, platforms = stack
     run = platforms["a"].submit(spec("restart", "reach", seed=6, steps=200, checkpoint={}))
     at_step(run, 10)
-    operate.down(var)
-    operate.up(var, environment=ENVIRONMENT, timeout_s=180)
+    operate.down(running.var)
+    operate.up(running.var, environment={**os.environ, **RANDOM}, timeout_s=180)
     assert run.status().state in ("running", "succeeded")
     assert run.result(TIMEOUT_S).step == 200
 
 
 def test_a_warm_stop_saves_what_was_trained_f08(stack, undisturbed):
     """SIGTERM: the worker checkpoints at the step it reached; nothing is redone."""
-    var, _, platforms = stack
+    running, platforms = stack
     run = platforms["a"].submit(spec("warm", "reach", checkpoint={"every_steps": STEPS}))
     at_step(run, 5)
-    pid = next(one.pid for one in operate.status(var) if one.role == "gpu")
-    assert pid is not None
-    psutil.Process(pid).terminate()
+    psutil.Process(running.pid("gpu")).terminate()
     run.result(TIMEOUT_S)
     assert losses(run) == losses(undisturbed["a"])
     steps = [event["step"] for event in run.events(follow=False) if event["kind"] == "step"]
@@ -299,8 +254,8 @@ def test_a_warm_stop_saves_what_was_trained_f08(stack, undisturbed):
 
 def test_data_that_hold_nan_end_their_own_run_only_b35_f16(stack, undisturbed):
     """The place is named, and the neighbour's numbers are those of a run alone."""
-    var, _, platforms = stack
-    data = var.parent / "data"
+    running, platforms = stack
+    data = running.data
     shutil.copytree(data / "reach", data / "broken")
     file = data / "broken" / "data" / "chunk-000" / "file-000.parquet"
     table = pq.read_table(file)
@@ -321,7 +276,7 @@ def test_data_that_hold_nan_end_their_own_run_only_b35_f16(stack, undisturbed):
 
 
 def test_a_run_starts_from_an_own_checkpoint_of_the_same_interface_b20_b21(stack, undisturbed):
-    _, _, platforms = stack
+    platforms = stack[1]
     start = undisturbed["a"].status().checkpoint
     again = platforms["a"].submit(
         spec("from", "reach", init_from=start, steps=2, checkpoint={}, optimizer={"lr": 1e-6})
@@ -339,7 +294,7 @@ def test_a_run_starts_from_an_own_checkpoint_of_the_same_interface_b20_b21(stack
 
 
 def test_submit_is_idempotent_b07_b08(stack):
-    _, _, platforms = stack
+    platforms = stack[1]
     wanted = spec("again", "reach", idempotency_key="once", steps=2, checkpoint={})
     first, second = platforms["a"].submit(wanted), platforms["a"].submit(wanted)
     assert first.id == second.id
@@ -350,11 +305,11 @@ def test_submit_is_idempotent_b07_b08(stack):
 
 def test_flower_shows_tasks_by_name_and_no_tenants_text(stack):
     """PF-49: a password is asked for; arguments name tenant and run, never the spec's content."""
-    _, admin, platforms = stack
+    running, platforms = stack
     wanted = spec("shown", "reach", steps=2, checkpoint={}, description="pssst-private")
     run = platforms["a"].submit(wanted)
     run.result(TIMEOUT_S)
-    info = admin.info
+    info = running.admin.info
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"{info.flower_url}/api/tasks", timeout=10)
     assert refused.value.code == 401
@@ -378,7 +333,7 @@ def test_flower_shows_tasks_by_name_and_no_tenants_text(stack):
 
 def test_hostile_messages_change_nothing_and_end_nothing_b26_b27_b28(stack):
     """Whatever lies in a tenant's queue, the control worker lives and others are untouched."""
-    var, _, platforms = stack
+    running, platforms = stack
     victim = platforms["ab"].submit(spec("victim", "go-to", steps=4000, checkpoint={}))
     at_step(victim, 1)
     attack = {"task": "ingress.cancel", "args": [], "kwargs": {"request_id": "x", "run": victim.id}}
@@ -417,42 +372,42 @@ def test_hostile_messages_change_nothing_and_end_nothing_b26_b27_b28(stack):
         [1], 1, None,
     ]  # fmt: skip
     broker = platforms["a"]._connection.redis
-    before = next(one.pid for one in operate.status(var) if one.role == "control")
+    before = running.pid("control")
     for text in ["garbage", "[" * 100_000, "\x00", *map(json.dumps, hostile)]:
         broker.lpush("ingress.a", text)
     with pytest.raises(NotFoundError):
         Run(platforms["a"]._connection, "nope").cancel(timeout_s=20)
-    assert before == next(one.pid for one in operate.status(var) if one.role == "control")
+    assert before == running.pid("control")
     assert victim.status().state == "running"
     assert victim.cancel() == "cancelled"
 
 
 def test_cancel_is_final_at_any_moment_f17(stack):
     """While a step runs or a checkpoint is on its way; what had ended stays what it was."""
-    _, admin, platforms = stack
+    running, platforms = stack
     for checkpoint in ({}, {"every_steps": 1}):
         run = platforms["a"].submit(spec("long", "reach", steps=5000, checkpoint=checkpoint))
         at_step(run, 2)
         assert run.cancel() == "cancelled"
-        done = admin.ledger.steps(run.id)
+        done = running.admin.ledger.steps(run.id)
         assert run.cancel() == "cancelled"
         with pytest.raises(WorkloadCancelledError):
             run.result(5)
         other = platforms["a"].submit(spec("short", "reach", steps=3, checkpoint={}))
         other.result(TIMEOUT_S)
-        assert admin.ledger.steps(run.id) == done
+        assert running.admin.ledger.steps(run.id) == done
         assert other.cancel() == "succeeded"
 
 
 def test_samples_of_a_host_go_through_its_shared_memory(stack, undisturbed):
-    _, admin, _ = stack
-    arena = ArenaFile(admin.info.arena)
+    running, _ = stack
+    arena = ArenaFile(running.admin.info.arena)
     assert arena.slots["generation"].sum() >= STEPS
 
 
 def test_low_level_calls_on_samples_reach_the_own_partitions_only(stack):
     """`queue_put`, `queue_get`, `queue_clear` with the tenant's own user."""
-    _, _, platforms = stack
+    platforms = stack[1]
     one, other = platforms["a"], platforms["ab"]
     one.queue_put("mine", {"x": np.arange(3), "images": Frames(np.zeros((3, 2, 4, 4, 3), "u1"))})
     one.queue_put("mine", {"advantages": np.ones(2)}, rows=[0, 2])
@@ -469,7 +424,7 @@ def test_low_level_calls_on_samples_reach_the_own_partitions_only(stack):
 
 def test_a_tenant_reaches_nothing_of_another(stack, undisturbed):
     """B05, B72: tenants `a` and `ab` share a prefix of their names and nothing else."""
-    _, _, platforms = stack
+    platforms = stack[1]
     one, other = platforms["a"], platforms["ab"]
     with pytest.raises(NotFoundError):
         one.run(undisturbed["ab"].id)
@@ -500,7 +455,7 @@ def test_an_emptied_ledger_is_rebuilt_from_the_object_store_f30(stack, undisturb
 
     The last test of this module: the event streams of earlier runs go with the rest.
     """
-    _, admin, platforms = stack
+    running, platforms = stack
     wanted = spec("flushed", "reach", seed=7, steps=60)
     calm = platforms["a"].submit({**wanted, "policy": "unflushed"})
     calm.result(TIMEOUT_S)
@@ -508,19 +463,19 @@ def test_an_emptied_ledger_is_rebuilt_from_the_object_store_f30(stack, undisturb
     cancelled.cancel()
     run = platforms["a"].submit(wanted)
     at_step(run, 25)
-    admin.ledger.client.flushall()
+    running.admin.ledger.client.flushall()
     end = time.monotonic() + TIMEOUT_S
-    while not admin.ledger.knows(run.id):
+    while not running.admin.ledger.knows(run.id):
         assert time.monotonic() < end
         time.sleep(0.1)
     assert run.result(TIMEOUT_S).step == 60
-    found, wanted_digests = (digests(admin, "a", one.status().checkpoint) for one in (run, calm))
+    found, wanted_digests = (running.digests("a", one) for one in (run, calm))
     for name in ("module.safetensors", "optimizer.safetensors"):
         assert found[name] == wanted_digests[name]
     assert cancelled.status().state == "cancelled"
     assert undisturbed["a"].status().state == "succeeded"
     assert undisturbed["a"].status().policy_version == STEPS
-    assert rebuilt_again(admin) == ()
+    assert rebuilt_again(running.admin) == ()
 
 
 def rebuilt_again(admin: Operator) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import pytest
 from vla_platform.broker import MAX_ARGUMENT_BYTES, MAX_MESSAGE_BYTES, fresh_message, ingress_queue
 from vla_platform.client.connection import Connection
 from vla_platform.control.evaluations import Outstanding
-from vla_platform.control.schedules import schedule_key
+from vla_platform.control.schedule_states import schedule_key
 from vla_platform.control.training_job import TrainingJob
 from vla_platform.control.trends import trend_key
 from vla_platform.envs.evaluation_records import EvaluationArchive

@@ -35,6 +35,7 @@ class ActionModule(nn.Module, ABC):
     feature_kind: ClassVar[FeatureKind]
     uses_dropout = False
     """Whether a training forward draws from torch's global generator."""
+    state_encoder: nn.Sequential | None
 
     def __init__(
         self,
@@ -53,6 +54,23 @@ class ActionModule(nn.Module, ABC):
             if schema.state_input != "none" and schema.state_dim
             else None
         )
+
+    def _state_encoder(self, hidden_dim: int, output_dim: int) -> nn.Sequential | None:
+        """None where the module's state goes into the prompt, or there is none."""
+        schema = self.schema
+        if schema.state_input != "encoder" or not schema.state_dim:
+            return None
+        return nn.Sequential(
+            nn.Linear(schema.state_dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, output_dim)
+        )
+
+    def _encoded_state(self, state: Tensor | None) -> Tensor | None:
+        """(B, D) of `state` (B, S); None without an encoder."""
+        if self.state_encoder is None:
+            return None
+        assert state is not None and self.state_normalizer is not None
+        encoded: Tensor = self.state_encoder(self.state_normalizer.normalize(state))
+        return encoded
 
     @property
     def num_queries(self) -> int:

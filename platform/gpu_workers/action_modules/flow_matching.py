@@ -77,11 +77,7 @@ class FlowMatchingActionModule(ActionModule):
         self.action_encoder = ActionEncoder(schema.action_dim, width)
         self.position = nn.Parameter(0.02 * torch.randn(schema.chunk, width))
         self.future = nn.Parameter(0.02 * torch.randn(spec.num_future_tokens, width))
-        self.state_encoder = (
-            nn.Sequential(nn.Linear(schema.state_dim, width), nn.ReLU(), nn.Linear(width, width))
-            if schema.state_input == "encoder" and schema.state_dim
-            else None
-        )
+        self.state_encoder = self._state_encoder(width, width)
         self.dit = DiT(width, feature_dim, spec.num_layers, spec.num_heads, spec.dropout)
         self.action_decoder = nn.Sequential(
             nn.Linear(width, width), nn.ReLU(), nn.Linear(width, schema.action_dim)
@@ -94,9 +90,8 @@ class FlowMatchingActionModule(ActionModule):
         bucket = (time * NUM_TIME_BUCKETS).long()
         num = len(noisy)
         tokens = [self.future.expand(num, -1, -1)]
-        if self.state_encoder is not None:
-            assert state is not None and self.state_normalizer is not None
-            encoded = self.state_encoder(self.state_normalizer.normalize(state))
+        encoded = self._encoded_state(state)
+        if encoded is not None:
             tokens.insert(0, encoded[:, None])
         tokens.append(self.action_encoder(noisy, bucket) + self.position)
         output = self.dit(torch.cat(tokens, dim=1), bucket, feature.values.float(), feature.mask)

@@ -79,19 +79,12 @@ class OFTActionModule(ActionModule):
         )
         width = spec.hidden_dim or 2 * feature_dim
         self.model = RegressionHead(feature_dim, width, schema.action_dim, spec.num_blocks)
-        self.state_encoder = (
-            nn.Sequential(
-                nn.Linear(schema.state_dim, width), nn.ReLU(), nn.Linear(width, feature_dim)
-            )
-            if schema.state_input == "encoder" and schema.state_dim
-            else None
-        )
+        self.state_encoder = self._state_encoder(width, feature_dim)
 
     def normalized_actions(self, feature: VLAFeature, state: Tensor | None) -> Tensor:
         queries = feature.values.float()
-        if self.state_encoder is not None:
-            assert state is not None and self.state_normalizer is not None
-            encoded = self.state_encoder(self.state_normalizer.normalize(state))
+        encoded = self._encoded_state(state)
+        if encoded is not None:
             queries = queries + encoded[:, None]
         actions: Tensor = self.model(queries)
         return actions

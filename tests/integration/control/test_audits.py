@@ -33,9 +33,7 @@ class Stores:
 
 @pytest.fixture
 def stores(s3: S3Address, make_checkpoint: Callable[..., Checkpoint]) -> Iterator[Stores]:
-    with S3ObjectStore(
-        s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-    ) as objects:
+    with s3.objects() as objects:
         for name in ("a", "ab"):
             record = Tenant(tenant_id=name, password_sha256="0" * 64)
             objects.put(record_key(name), canonical_json(vars(record)))

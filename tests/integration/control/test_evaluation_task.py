@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.integration.conftest import Process
 from vla_platform.control import usage
 from vla_platform.control.evaluations import Outstanding, evaluations_key
-from vla_platform.control.ledger import Ledger
 from vla_platform.envs import worker
 from vla_platform.envs.evaluation_records import EvaluationRecord
-from vla_platform.metrics.events import Event
 from vla_platform.tasks import evaluation
-from vla_storage.objects import MemoryObjectStore
 
 pytestmark = pytest.mark.services
 ASKED: dict[str, Any] = {
@@ -32,23 +29,9 @@ RECORD = EvaluationRecord(
 )  # fmt: skip
 
 
-@dataclass
-class Some:
-    ledger: Ledger
-    objects: MemoryObjectStore = field(default_factory=MemoryObjectStore)
-    settings: Any = field(default_factory=lambda: SimpleNamespace(lease_s=0.2))
-    events: list[Event] = field(default_factory=list)
-    signing_key: bytes = b"key"
-
-    @property
-    def emitter(self) -> Any:
-        return SimpleNamespace(emit=self.events.append)
-
-
 @pytest.fixture
-def some(control_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Some]:
-    found = Some(Ledger.connect(control_redis_url))
-    found.ledger.load()
+def some(some: Process, monkeypatch: pytest.MonkeyPatch) -> Process:
+    found = replace(some, settings=some.settings.model_copy(update={"lease_s": 0.2}))
     known = Outstanding(
         evaluation_id="e1", policy="reach", policy_version=4, suite="s", due=0.0, sent=0.0
     )
@@ -56,28 +39,27 @@ def some(control_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[So
     monkeypatch.setattr(evaluation, "services", lambda: found)
     monkeypatch.setattr(worker, "host", lambda: None)
     monkeypatch.setattr(worker, "policy_for", lambda *_: None)
-    yield found
-    found.ledger.close()
+    return found
 
 
-def simulator_s(some: Some) -> float:
+def simulator_s(some: Process) -> float:
     client = some.ledger.client
     return float(usage.statement(client, "a", usage.today(client)).totals.get("simulator_s", 0.0))
 
 
 def test_a_message_that_comes_after_the_end_charges_nothing(
-    some: Some, monkeypatch: pytest.MonkeyPatch
+    some: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent again by the reconciler while the first was still waiting for a host."""
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: RECORD)
     for _ in range(2):
         evaluation.run.apply(kwargs=ASKED, throw=True)
     assert simulator_s(some) == 3.0
-    assert [event.kind for event in some.events] == ["evaluated"]
+    assert [event.kind for event in some.emitter.events] == ["evaluated"]
 
 
 def test_who_lost_its_claim_stops_after_the_episode_and_comes_again(
-    some: Some, monkeypatch: pytest.MonkeyPatch
+    some: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played: list[str] = []
 
@@ -94,4 +76,4 @@ def test_who_lost_its_claim_stops_after_the_episode_and_comes_again(
     evaluation.run.apply(kwargs=ASKED)
     assert played == ["begun", "begun"]
     assert simulator_s(some) == 3.0
-    assert "failed" not in [event.values.get("state") for event in some.events]
+    assert "failed" not in [event.values.get("state") for event in some.emitter.events]

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.conftest import Process
 from vla_platform.client.checkpoints import CheckpointShelf
 from vla_platform.control import (
     checkpoint_changes,
     dispatch,
     evaluations,
-    schedules,
+    schedule_firings,
     settlement,
     usage,
 )
@@ -28,7 +29,6 @@ from vla_platform.control.trends import read_trend
 from vla_platform.control.workloads import ledger_fields, teacher_checkpoint
 from vla_platform.envs.evaluation_records import EvaluationRecord
 from vla_platform.errors import SpecError, UnavailableError
-from vla_platform.metrics.events import Event
 from vla_platform.specs import parse_spec
 from vla_storage.checkpoints import Checkpoint, CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointNotFoundError, StorageUnavailableError
@@ -48,40 +48,6 @@ REF = CheckpointRef.parse(f"reach/{RUN}/10")
 Make = Callable[..., Checkpoint]
 
 
-@dataclass
-class Kept:
-    events: list[Event] = field(default_factory=list)
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-
-@dataclass
-class Some:
-    ledger: Ledger
-    objects: MemoryObjectStore
-    emitter: Kept
-    store: CheckpointStore
-    sent: list[dict[str, Any]]
-    signing_key: bytes = b"key"
-
-    def outstanding(self) -> list[Outstanding]:
-        raw = self.ledger.client.hvals(evaluations_key("a"))
-        return [Outstanding.from_json(one) for one in raw]
-
-
-@pytest.fixture
-def some(control_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    ledger = Ledger.connect(control_redis_url)
-    ledger.load()
-    sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(dispatch, "evaluate", lambda **given: sent.append(given) or True)
-    objects = MemoryObjectStore()
-    store = CheckpointStore(objects=objects, tenant_id="a", signing_key=b"key")
-    yield Some(ledger, objects, Kept(), store, sent)
-    ledger.close()
-
-
 def record_of(evaluation_id: str, rate: float) -> EvaluationRecord:
     return EvaluationRecord(
         evaluation_id=evaluation_id, tenant="a", policy_key="a/reach", policy_version=10,
@@ -92,13 +58,13 @@ def record_of(evaluation_id: str, rate: float) -> EvaluationRecord:
     )  # fmt: skip
 
 
-def begun(some: Any, make_checkpoint: Make, step: int) -> str | None:
+def begun(some: Process, make_checkpoint: Make, step: int) -> str | None:
     manifest = some.store.save(make_checkpoint(step, workload=RUN))
     return begin_if_due(some, "a", RUN, SPEC, manifest)
 
 
 def test_every_so_many_updates_the_published_version_is_evaluated(
-    some: Any, make_checkpoint: Make
+    some: Process, make_checkpoint: Make
 ) -> None:
     assert begun(some, make_checkpoint, 5) is None
     assert f"{RUN}-10" == begun(some, make_checkpoint, 10)
@@ -112,7 +78,7 @@ def test_every_so_many_updates_the_published_version_is_evaluated(
 
 
 def test_a_version_is_evaluated_once_whoever_comes_back_to_it(
-    some: Any, make_checkpoint: Make
+    some: Process, make_checkpoint: Make
 ) -> None:
     """Published again after a crash, mounted by another worker, settled by the reconciler."""
     manifest = some.store.save(make_checkpoint(10, workload=RUN))
@@ -126,12 +92,12 @@ def test_a_version_is_evaluated_once_whoever_comes_back_to_it(
     for thread in threads:
         thread.join()
     assert [f"{RUN}-10"] == [one for one in found if one is not None]
-    schedules.finished(some, "a", f"{RUN}-10")
+    schedule_firings.finished(some, "a", f"{RUN}-10")
     assert begin_if_due(some, "a", RUN, SPEC, manifest) is None
     assert (len(some.sent), some.outstanding()) == (1, [])
 
 
-def test_a_lost_control_redis_does_not_evaluate_anew(some: Any, make_checkpoint: Make) -> None:
+def test_a_lost_control_redis_does_not_evaluate_anew(some: Process, make_checkpoint: Make) -> None:
     manifest = some.store.save(make_checkpoint(10, workload=RUN))
     record = record_of(f"{RUN}-10", 0.5)
     some.objects.put(f"a/evaluations/{RUN}-10/record.json", record.to_json())
@@ -139,7 +105,7 @@ def test_a_lost_control_redis_does_not_evaluate_anew(some: Any, make_checkpoint:
 
 
 def test_what_could_not_be_sent_is_sent_by_the_reconciler(
-    some: Any, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+    some: Process, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def down(**_: Any) -> bool:
         return False
@@ -153,7 +119,7 @@ def test_what_could_not_be_sent_is_sent_by_the_reconciler(
     assert settlement.resend_lost(some, "a") == 0
 
 
-def test_what_ended_meanwhile_is_not_noted_again(some: Any, make_checkpoint: Make) -> None:
+def test_what_ended_meanwhile_is_not_noted_again(some: Process, make_checkpoint: Make) -> None:
     """An evaluation ends between a reader's look and its write."""
     begun(some, make_checkpoint, 10)
     looks: list[int] = []
@@ -170,7 +136,7 @@ def test_what_ended_meanwhile_is_not_noted_again(some: Any, make_checkpoint: Mak
 
 
 def test_how_often_it_was_sent_survives_what_is_heard_meanwhile(
-    some: Any, make_checkpoint: Make
+    some: Process, make_checkpoint: Make
 ) -> None:
     begun(some, make_checkpoint, 10)
     (before,) = some.outstanding()
@@ -189,17 +155,17 @@ def test_how_often_it_was_sent_survives_what_is_heard_meanwhile(
 
 
 def test_one_that_fails_for_good_is_told_in_its_runs_events(
-    some: Any, make_checkpoint: Make
+    some: Process, make_checkpoint: Make
 ) -> None:
     begun(some, make_checkpoint, 10)
-    schedules.finished(some, "a", f"{RUN}-10", error="the simulator keeps failing")
+    schedule_firings.finished(some, "a", f"{RUN}-10", error="the simulator keeps failing")
     (event,) = some.emitter.events
     assert (event.workload, event.values["state"]) == (RUN, "failed")
     assert some.outstanding() == []
 
 
 def test_an_outage_is_for_whoever_publishes_to_try_again(
-    some: Any, make_checkpoint: Make, tmp_path: Path
+    some: Process, make_checkpoint: Make, tmp_path: Path
 ) -> None:
     down = Ledger.connect(f"unix://{tmp_path}/nobody")
     manifest = some.store.save(make_checkpoint(10, workload=RUN))
@@ -211,7 +177,7 @@ def test_an_outage_is_for_whoever_publishes_to_try_again(
 
 
 def test_b66_a_checkpoint_in_use_is_not_removed_whoever_asks(
-    some: Any, make_checkpoint: Make
+    some: Process, make_checkpoint: Make
 ) -> None:
     """An evaluation acts with step 10, another run begins from step 20."""
     for step in (10, 20, 30, 40):
@@ -229,7 +195,7 @@ def test_b66_a_checkpoint_in_use_is_not_removed_whoever_asks(
     assert [ref.step for ref in some.store.list("reach")] == [10, 20, 40]
     apply_retention(some.store, "reach", keep_last=1, protect=in_use(client, "a"))
     assert [ref.step for ref in some.store.list("reach")] == [10, 20, 40]
-    schedules.finished(some, "a", f"{RUN}-10")
+    schedule_firings.finished(some, "a", f"{RUN}-10")
     change(some, "a", json.dumps({"what": "prune", "policy": "reach", "run": RUN, "keep_last": 1,
                                   "dry_run": False}))  # fmt: skip
     assert [ref.step for ref in some.store.list("reach")] == [20, 40]
@@ -237,7 +203,7 @@ def test_b66_a_checkpoint_in_use_is_not_removed_whoever_asks(
 
 @pytest.mark.parametrize("version", [10, f"reach/{RUN}/10"])
 def test_the_teacher_of_a_running_distillation_is_in_use(
-    some: Any, make_checkpoint: Make, version: int | str
+    some: Process, make_checkpoint: Make, version: int | str
 ) -> None:
     for step in (10, 20, 30):
         some.store.save(make_checkpoint(step, workload=RUN))
@@ -259,11 +225,11 @@ def test_the_teacher_of_a_running_distillation_is_in_use(
     assert set() == in_use(some.ledger.client, "a")
 
 
-def test_the_best_by_evaluation_stay(some: Any, make_checkpoint: Make) -> None:
+def test_the_best_by_evaluation_stay(some: Process, make_checkpoint: Make) -> None:
     for step, rate in ((10, 0.25), (20, 1.0), (30, 0.5)):
         begun(some, make_checkpoint, step)
         evaluations.keep_score(some, record_of(f"{RUN}-{step}", rate))
-        schedules.finished(some, "a", f"{RUN}-{step}")
+        schedule_firings.finished(some, "a", f"{RUN}-{step}")
     some.store.save(make_checkpoint(35, workload=RUN))
     apply_retention(some.store, "reach", keep_last=1, keep_best=1)
     assert [ref.step for ref in some.store.list("reach")] == [20, 35]
@@ -274,13 +240,13 @@ def test_the_best_by_evaluation_stay(some: Any, make_checkpoint: Make) -> None:
     evaluations.keep_score(some, record_of(f"{RUN}-20", 1.0))
 
 
-def simulator_s(some: Any) -> float:
+def simulator_s(some: Process) -> float:
     client = some.ledger.client
     return float(usage.statement(client, "a", usage.today(client)).totals.get("simulator_s", 0.0))
 
 
 def test_an_evaluation_is_settled_once_however_often_its_message_comes(
-    some: Any, make_checkpoint: Make
+    some: Process, make_checkpoint: Make
 ) -> None:
     begun(some, make_checkpoint, 10)
     record = record_of(f"{RUN}-10", 0.5)
@@ -295,14 +261,14 @@ def test_an_evaluation_is_settled_once_however_often_its_message_comes(
     assert read_marks(some.objects, "a", "reach").mark(REF).score == 0.5
 
 
-def test_one_that_was_given_up_or_never_noted_is_charged_once_when_it_ends(some: Any) -> None:
+def test_one_that_was_given_up_or_never_noted_is_charged_once_when_it_ends(some: Process) -> None:
     for _ in range(2):
         settlement.settle(some, record_of("by-hand", 0.5))
     assert simulator_s(some) == 1.0
 
 
 def test_what_its_player_could_not_settle_is_settled_by_the_reconciler(
-    some: Any, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+    some: Process, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store refused the score; the record was there already."""
     begun(some, make_checkpoint, 10)
@@ -336,7 +302,7 @@ def some_outstanding(evaluation_id: str, checkpoint: str) -> Outstanding:
 
 
 def test_a_tenants_decisions_are_carried_out_by_the_platform(
-    some: Any, make_checkpoint: Make
+    some: Process, make_checkpoint: Make
 ) -> None:
     for step in (10, 20):
         some.store.save(make_checkpoint(step, workload=RUN))
@@ -361,7 +327,7 @@ def test_a_tenants_decisions_are_carried_out_by_the_platform(
 class Shelf(CheckpointShelf):
     """A tenant's calls, carried out at once: a request is a number of removals."""
 
-    some: Any
+    some: Process
     removals: list[int] = field(default_factory=list)
     tenant: str = "a"
 
@@ -382,7 +348,7 @@ class Shelf(CheckpointShelf):
 
 @pytest.mark.parametrize("ask", ["delete", "prune"])
 def test_no_request_removes_more_than_a_few(
-    some: Any, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, ask: str
+    some: Process, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, ask: str
 ) -> None:
     """Requests of all tenants share the control worker's threads."""
     monkeypatch.setattr(checkpoint_changes, "MOST_REMOVED", 3)
@@ -422,7 +388,7 @@ def test_no_request_removes_more_than_a_few(
         '{"what":"delete","checkpoints":[]}', '{"what":"delete","checkpoints":["a/b/1","a/c/1"]}',
     ],
 )  # fmt: skip
-def test_what_is_no_change_is_refused(some: Any, text: str) -> None:
+def test_what_is_no_change_is_refused(some: Process, text: str) -> None:
     with pytest.raises(SpecError):
         change(some, "a", text)
 

@@ -22,10 +22,16 @@ from redis.retry import Retry
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.payload_access import apply_payload_access
 from vla_platform.control.tenant_records import Tenant
-from vla_platform.control.tenants import add_tenant, apply_acl, remove_tenant, rotate_tenant
+from vla_platform.control.tenants import (
+    TenantServers,
+    add_tenant,
+    apply_acl,
+    remove_tenant,
+    rotate_tenant,
+)
 from vla_platform.errors import TenantError
 from vla_platform.stack.servers import S3Address
-from vla_storage.objects import S3Admin, S3ObjectStore
+from vla_storage.objects import S3Admin
 
 pytestmark = pytest.mark.services
 
@@ -195,9 +201,7 @@ def s3_as(address: S3Address, keys: tuple[str, str], service: str = "s3") -> Any
 
 @pytest.fixture
 def two(s3: S3Address) -> Iterator[Two]:
-    admin = S3Admin(
-        s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-    )
+    admin = s3.admin()
     with contextlib.closing(admin):
         a, ab = (s3_as(s3, admin.create_tenant(name)) for name in ("a", "ab"))
         until(lambda: a.put_object(Bucket=s3.bucket, Key="a/datasets/x", Body=b"of a"))
@@ -278,18 +282,14 @@ def test_no_verb_reaches_another_tenants_objects(two: Two, s3: S3Address) -> Non
     answer = own.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": "ab/datasets/x"}]})
     assert "Deleted" not in answer or answer.get("Errors")
     assert two.ab.get_object(**theirs)["Body"].read() == b"of ab"
-    with S3ObjectStore(
-        bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-    ) as everything:
+    with s3.objects() as everything:
         assert [info.key for info in everything.list("a")] == ["a/datasets/x", "ab/datasets/x"]
 
 
 def test_rotation_and_revocation_within_a_second(
     control_redis_url: str, payload_redis_url: str, s3: S3Address
 ) -> None:
-    admin = S3Admin(
-        s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-    )
+    admin = s3.admin()
     ledger = Ledger.connect(control_redis_url)
     payload = redis.Redis.from_url(payload_redis_url)
     with contextlib.ExitStack() as stack:
@@ -297,27 +297,21 @@ def test_rotation_and_revocation_within_a_second(
         stack.callback(payload.close)
         stack.enter_context(contextlib.closing(admin))
         objects = stack.enter_context(
-            S3ObjectStore(
-                s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key,
-                secret_key=s3.secret_key,
-            )
+            s3.objects()
         )  # fmt: skip
-        common: dict[str, Any] = {
-            "client": ledger.client, "objects": objects, "iam": admin,
-            "payload_clients": (payload,),
-        }  # fmt: skip
-        places: dict[str, Any] = {
-            "redis_url": control_redis_url, "s3_endpoint": s3.endpoint, "bucket": s3.bucket,
-            "payload_url": payload_redis_url,
-        }  # fmt: skip
-        old = add_tenant("a", **common, **places)
+        servers = TenantServers(
+            client=ledger.client, objects=objects, iam=admin, payload_clients=(payload,),
+            redis_url=control_redis_url, s3_endpoint=s3.endpoint, bucket=s3.bucket,
+            payload_url=payload_redis_url,
+        )  # fmt: skip
+        old = add_tenant(servers, "a")
         inside = [stack.enter_context(_redis(old, url)) for url in (None, payload_redis_url)]
         for one in inside:
             one.ping()
         old_s3 = s3_as(s3, _keys(old))
         until(lambda: old_s3.put_object(Bucket=s3.bucket, Key="a/datasets/x", Body=b""))
         started = time.monotonic()
-        new = rotate_tenant("a", **common, **places)
+        new = rotate_tenant(servers, "a")
         for one in inside:
             with pytest.raises((redis.AuthenticationError, redis.ConnectionError)):
                 one.ping()
@@ -328,7 +322,7 @@ def test_rotation_and_revocation_within_a_second(
         new_s3 = s3_as(s3, _keys(new))
         until(lambda: new_s3.get_object(Bucket=s3.bucket, Key="a/datasets/x"))
         started = time.monotonic()
-        remove_tenant("a", **common)
+        remove_tenant(servers, "a")
         with pytest.raises((redis.AuthenticationError, redis.ConnectionError)):
             renewed.ping()
         _until_refused(lambda: new_s3.get_object(Bucket=s3.bucket, Key="a/datasets/x"))
@@ -369,23 +363,18 @@ def test_a_servers_own_user_does_not_become_a_tenant(
     with (
         redis.Redis.from_url(control_redis_url, decode_responses=True) as client,
         redis.Redis.from_url(payload_redis_url) as payload,
-        S3ObjectStore(
-            s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-        ) as objects,
-        contextlib.closing(
-            S3Admin(
-                s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-            )
-        ) as iam,
+        s3.objects() as objects,
+        contextlib.closing(s3.admin()) as iam,
     ):
         payload.execute_command("ACL", "SETUSER", "worker", "on", ">secret", "~*", "+@all")
         before = payload.execute_command("ACL", "GETUSER", "worker")
+        servers = TenantServers(
+            client=client, objects=objects, iam=iam, payload_clients=(payload,),
+            redis_url=control_redis_url, s3_endpoint=s3.endpoint, bucket=s3.bucket,
+        )  # fmt: skip
         try:
             with pytest.raises(TenantError, match="user of the Redis server already"):
-                add_tenant(
-                    "worker", client=client, objects=objects, iam=iam, payload_clients=(payload,),
-                    redis_url=control_redis_url, s3_endpoint=s3.endpoint, bucket=s3.bucket,
-                )  # fmt: skip
+                add_tenant(servers, "worker")
             assert payload.execute_command("ACL", "GETUSER", "worker") == before
             assert list(objects.list("platform/tenants/")) == []
         finally:

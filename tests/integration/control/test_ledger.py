@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vla_platform.control.leases import Keeper, alone
-from vla_platform.control.ledger import Ledger, library_source, workload_id
+from vla_platform.control.ledger import Ledger
+from vla_platform.control.ledger_functions import library_source
 from vla_platform.control.states import JOB_TRANSITIONS, WORKLOAD_TRANSITIONS, JobState, tables
 from vla_platform.control.training_job import TrainingJob
+from vla_platform.control.workloads import workload_id
 from vla_platform.errors import (
     ConflictError,
     IllegalTransitionError,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import redis
 
+from tests.integration.conftest import Process
 from vla_platform.control.environment_hosts import HostState, HostTable
 from vla_platform.control.environments import open_environment
-from vla_platform.control.ledger import Ledger
 from vla_platform.control.requests import once, token_of
 from vla_platform.envs import wire
 from vla_platform.envs.remote_protocol import open_requests
@@ -23,22 +21,17 @@ from vla_platform.errors import QuotaError, UnavailableError
 pytestmark = pytest.mark.services
 
 
-@dataclass
-class Some:
-    ledger: Ledger
-    settings: SimpleNamespace
-
-
 @pytest.fixture
-def some(control_redis_url: str, payload_redis_url: str) -> Iterator[Any]:
-    ledger = Ledger.connect(control_redis_url)
-    settings = SimpleNamespace(max_sessions_per_tenant=2, payload_url=payload_redis_url)
+def some(some: Process, payload_redis_url: str) -> Process:
     for host_id in ("h1", "h2"):
-        HostTable(ledger.client, ttl_s=60.0).announce(
+        HostTable(some.ledger.client, ttl_s=60.0).announce(
             HostState(host_id=host_id, harness="tabletop", capacity=4, in_flight=0, accepting=True)
         )
-    yield Some(ledger, settings)
-    ledger.close()
+    return with_settings(some, payload_url=payload_redis_url, max_sessions_per_tenant=2)
+
+
+def with_settings(some: Process, **changes: Any) -> Process:
+    return replace(some, settings=some.settings.model_copy(update=changes))
 
 
 def asked(payload_redis_url: str) -> list[tuple[str, str]]:
@@ -54,7 +47,7 @@ def asked(payload_redis_url: str) -> list[tuple[str, str]]:
 ENVIRONMENT = json.dumps({"env_id": "tabletop/push", "options": {}})
 
 
-def test_the_same_request_has_the_same_answer_and_one_effect(some: Any) -> None:
+def test_the_same_request_has_the_same_answer_and_one_effect(some: Process) -> None:
     effects: list[int] = []
 
     def change() -> dict[str, int]:
@@ -67,7 +60,7 @@ def test_the_same_request_has_the_same_answer_and_one_effect(some: Any) -> None:
     assert once(some.ledger.client, "b", "r1", change) == {"number": 3}
 
 
-def test_what_was_refused_may_be_tried_again(some: Any) -> None:
+def test_what_was_refused_may_be_tried_again(some: Process) -> None:
     answers: list[Exception | str] = [UnavailableError("no"), "yes"]
 
     def change() -> str:
@@ -82,7 +75,7 @@ def test_what_was_refused_may_be_tried_again(some: Any) -> None:
 
 
 def test_an_environment_asked_for_again_is_the_same_session_on_the_same_host(
-    some: Any, payload_redis_url: str
+    some: Process, payload_redis_url: str
 ) -> None:
     found = [open_environment(some, "a", ENVIRONMENT, "r1") for _ in range(4)]
     assert [found[0]] * 4 == found
@@ -94,8 +87,8 @@ def test_an_environment_asked_for_again_is_the_same_session_on_the_same_host(
         open_environment(some, "a", ENVIRONMENT, "r3")
 
 
-def test_requests_that_come_at_once_open_one_session(some: Any, payload_redis_url: str) -> None:
-    some.settings.max_sessions_per_tenant = 8
+def test_requests_that_come_at_once_open_one_session(some: Process, payload_redis_url: str) -> None:
+    some = with_settings(some, max_sessions_per_tenant=8)
     gate = threading.Barrier(4)
 
     def open_one() -> None:

@@ -17,7 +17,8 @@ import redis
 from celery import Celery
 
 from vla_platform.control import advantages, dispatch, grading
-from vla_platform.control.ledger import TEST_CLOCK_KEY, Ledger
+from vla_platform.control.ledger import Ledger
+from vla_platform.control.ledger_functions import TEST_CLOCK_KEY
 from vla_platform.control.services import Services, connect
 from vla_platform.control.states import JobState, Stage, state_after
 from vla_platform.control.training_job import ReserveLimits, TrainingJob

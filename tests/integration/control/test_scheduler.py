@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vla_platform.control.ledger import TEST_CLOCK_KEY, Ledger
+from vla_platform.control.ledger import Ledger
+from vla_platform.control.ledger_functions import TEST_CLOCK_KEY
 from vla_platform.control.states import (
     JOB_TRANSITIONS,
     DropReason,

@@ -15,7 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vla_platform.control.ledger import TEST_CLOCK_KEY, Ledger
+from vla_platform.control.ledger import Ledger
+from vla_platform.control.ledger_functions import TEST_CLOCK_KEY
 from vla_platform.control.states import DropReason, JobState, Stage
 from vla_platform.control.training_job import ReserveLimits, TrainingJob
 from vla_platform.errors import LeaseLostError, LedgerError

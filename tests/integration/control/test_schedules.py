@@ -6,40 +6,22 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from vla_platform.control import dispatch, schedules, settlement
+from tests.integration.conftest import Process
+from vla_platform.control import schedule_firings, schedules, settlement
 from vla_platform.control.beat import IsolatedEntry, Scheduler
-from vla_platform.control.ledger import Ledger
+from vla_platform.control.evaluations import Outstanding
 from vla_platform.control.schedule_policy import ScheduleState
 from vla_platform.errors import ConflictError, NotFoundError, SpecError
-from vla_platform.metrics.events import Event
 from vla_platform.specs import canonical_json
-from vla_storage.objects import MemoryObjectStore
 
 pytestmark = pytest.mark.services
-
-
-@dataclass
-class Kept:
-    events: list[Event] = field(default_factory=list)
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-
-@dataclass
-class Some:
-    ledger: Ledger
-    objects: MemoryObjectStore
-    emitter: Kept
-    sent: list[dict[str, Any]]
-    signing_key: bytes = b"key"
 
 
 @pytest.fixture
@@ -56,15 +38,10 @@ def app(control_redis_url: str) -> Iterator[Celery]:
 
 
 @pytest.fixture
-def some(app: Celery, control_redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    ledger = Ledger.connect(control_redis_url)
-    ledger.load()
-    ledger.client.hset("vla:t:a:policies", "push", "tiny")
-    ledger.publish_version("a/push", 7, base_model="tiny")
-    sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(dispatch, "evaluate", lambda **given: sent.append(given) or True)
-    yield Some(ledger, MemoryObjectStore(), Kept(), sent)
-    ledger.close()
+def some(app: Celery, some: Process) -> Process:
+    some.ledger.client.hset("vla:t:a:policies", "push", "tiny")
+    some.ledger.publish_version("a/push", 7, base_model="tiny")
+    return some
 
 
 def schedule(name: str = "nightly", **changes: Any) -> str:
@@ -73,15 +50,15 @@ def schedule(name: str = "nightly", **changes: Any) -> str:
     return canonical_json(value | changes).decode()
 
 
-def add(some: Any, text: str | None = None) -> dict[str, Any]:
+def add(some: Process, text: str | None = None) -> dict[str, Any]:
     return schedules.add(some, "a", text or schedule(), min_interval_s=300)
 
 
-def state(some: Any, name: str = "nightly") -> ScheduleState:
+def state(some: Process, name: str = "nightly") -> ScheduleState:
     return ScheduleState.from_json(some.ledger.client.hget("vla:t:a:schedules", name))
 
 
-def make_due(some: Any, name: str = "nightly", ago_s: float = 1.0) -> float:
+def make_due(some: Process, name: str = "nightly", ago_s: float = 1.0) -> float:
     seconds, _ = some.ledger.client.time()
     due = float(seconds - ago_s)
     changed = replace(state(some, name), next_due=due)
@@ -90,7 +67,9 @@ def make_due(some: Any, name: str = "nightly", ago_s: float = 1.0) -> float:
     return due
 
 
-def test_it_is_shown_and_made_and_the_same_again_keeps_its_phase(some: Any, app: Celery) -> None:
+def test_it_is_shown_and_made_and_the_same_again_keeps_its_phase(
+    some: Process, app: Celery
+) -> None:
     answer = add(some)
     assert len(answer["next"]) == 10
     before = state(some)
@@ -118,78 +97,77 @@ def test_it_is_shown_and_made_and_the_same_again_keeps_its_phase(some: Any, app:
         {"evaluation": {"policy": "push", "suite": "tabletop/push", "episodes": True}},
     ],
 )
-def test_b67_b68_b70_bad_ones_leave_nothing(some: Any, changes: dict[str, Any]) -> None:
+def test_b67_b68_b70_bad_ones_leave_nothing(some: Process, changes: dict[str, Any]) -> None:
     with pytest.raises(SpecError):
         add(some, schedule(**changes))
     assert list(some.objects.list("a/")) == []
     assert not some.ledger.client.exists("vla:t:a:schedules", "vla:schedules")
 
 
-def test_anothers_policy_and_an_unknown_one_are_the_same(some: Any) -> None:
+def test_anothers_policy_and_an_unknown_one_are_the_same(some: Process) -> None:
     some.ledger.client.hset("vla:t:b:policies", "secret", "tiny")
     evaluation = {"policy": "secret", "suite": "tabletop/push"}
     with pytest.raises(NotFoundError):
         add(some, schedule(evaluation=evaluation))
 
 
-def test_a_firing_resolves_the_version_once_and_happens_once(some: Any) -> None:
+def test_a_firing_resolves_the_version_once_and_happens_once(some: Process) -> None:
     add(some)
     due = make_due(some)
     threads = [
-        threading.Thread(target=schedules.look_at, args=(some, "a", "nightly")) for _ in range(8)
+        threading.Thread(target=schedule_firings.look_at, args=(some, "a", "nightly"))
+        for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    schedules.look_at_due(some)
+    schedule_firings.look_at_due(some)
     assert [one["version"] for one in some.sent] == [7]
     assert state(some).num_fired == 1
     evaluation_id = some.sent[0]["evaluation_id"]
     assert state(some).running == {evaluation_id: due}
     some.ledger.publish_version("a/push", 8, base_model="tiny")
-    known = schedules.Outstanding.from_json(
-        some.ledger.client.hget("vla:t:a:evaluations", evaluation_id)
-    )
+    known = Outstanding.from_json(some.ledger.client.hget("vla:t:a:evaluations", evaluation_id))
     assert known.policy_version == 7
-    schedules.finished(some, "a", evaluation_id)
-    schedules.finished(some, "a", evaluation_id)
+    schedule_firings.finished(some, "a", evaluation_id)
+    schedule_firings.finished(some, "a", evaluation_id)
     assert (state(some).running, some.ledger.client.hlen("vla:t:a:evaluations")) == ({}, 0)
 
 
 @pytest.mark.parametrize(("overlap", "sent"), [("skip", 1), ("queue", 2), ("allow", 2)])
 def test_f71_an_evaluation_that_still_runs_at_the_next_tick(
-    some: Any, overlap: str, sent: int
+    some: Process, overlap: str, sent: int
 ) -> None:
     add(some, schedule(overlap=overlap))
     make_due(some, ago_s=2)
-    schedules.look_at_due(some)
+    schedule_firings.look_at_due(some)
     make_due(some, ago_s=1)
-    schedules.look_at_due(some)
+    schedule_firings.look_at_due(some)
     first = some.sent[0]["evaluation_id"]
-    schedules.finished(some, "a", first)
+    schedule_firings.finished(some, "a", first)
     assert len(some.sent) == sent
     assert len({one["evaluation_id"] for one in some.sent}) == sent
     assert state(some).num_skipped == (1 if overlap == "skip" else 0)
 
 
-def test_one_that_cannot_be_read_is_set_aside_and_the_others_fire(some: Any) -> None:
+def test_one_that_cannot_be_read_is_set_aside_and_the_others_fire(some: Process) -> None:
     for name in ("bad-state", "bad-spec", "good"):
         add(some, schedule(name))
         make_due(some, name)
     some.ledger.client.hset("vla:t:a:schedules", "bad-state", "{")
     some.objects.put("a/schedules/bad-spec.json", b'{"kind": "schedule"}')
-    schedules.look_at_due(some)
+    schedule_firings.look_at_due(some)
     assert [one["evaluation_id"].rpartition("-")[0] for one in some.sent] == ["good"]
     for name in ("bad-state", "bad-spec"):
         assert not state(some, name).enabled
         assert "cannot be read" in state(some, name).reason
     alerts = {e.values["schedule"] for e in some.emitter.events if e.values["state"] == "disabled"}
     assert alerts == {"bad-state", "bad-spec"}
-    assert schedules.look_at_due(some) == 0
+    assert schedule_firings.look_at_due(some) == 0
 
 
-def test_beat_goes_on_beside_an_entry_that_it_cannot_decode(some: Any, app: Celery) -> None:
+def test_beat_goes_on_beside_an_entry_that_it_cannot_decode(some: Process, app: Celery) -> None:
     add(some, schedule("one"))
     add(some, schedule("two"))
     client = some.ledger.client
@@ -203,7 +181,9 @@ def test_beat_goes_on_beside_an_entry_that_it_cannot_decode(some: Any, app: Cele
     assert client.zscore("vla:beat::schedule", "vla:beat:schedule:a:one") is None
 
 
-def test_pf47_a_leader_that_lost_its_lock_stops_instead_of_ticking(some: Any, app: Celery) -> None:
+def test_pf47_a_leader_that_lost_its_lock_stops_instead_of_ticking(
+    some: Process, app: Celery
+) -> None:
     from redbeat.schedulers import acquire_distributed_beat_lock
     from redis.exceptions import LockError
 
@@ -215,11 +195,11 @@ def test_pf47_a_leader_that_lost_its_lock_stops_instead_of_ticking(some: Any, ap
         beat.tick()
 
 
-def test_pauses_removals_and_a_run_now(some: Any) -> None:
+def test_pauses_removals_and_a_run_now(some: Process) -> None:
     add(some)
     assert schedules.change(some, "a", "nightly", "pause", "r-pause")["state"] == "paused"
     assert schedules.change(some, "a", "nightly", "pause", "r-pause")["state"] == "paused"
-    assert schedules.look_at_due(some) == 0
+    assert schedule_firings.look_at_due(some) == 0
     assert schedules.change(some, "a", "nightly", "run-now", "r-run-now")["evaluation"]
     assert schedules.change(some, "a", "nightly", "resume", "r-resume")["state"] == "enabled"
     assert len(some.sent) == 1
@@ -231,7 +211,7 @@ def test_pauses_removals_and_a_run_now(some: Any) -> None:
             schedules.change(some, tenant, name, "pause", "r-pause")
 
 
-def test_a_run_now_runs_once_for_each_request(some: Any) -> None:
+def test_a_run_now_runs_once_for_each_request(some: Process) -> None:
     """A client sends again when its connection was lost; the first may be under way still."""
     add(some)
     found: list[str] = []
@@ -255,23 +235,23 @@ def test_a_run_now_runs_once_for_each_request(some: Any) -> None:
     )  # fmt: skip
 
 
-def test_a_policy_without_a_version_counts_as_failed_and_goes_on(some: Any) -> None:
+def test_a_policy_without_a_version_counts_as_failed_and_goes_on(some: Process) -> None:
     some.ledger.client.hset("vla:t:a:policies", "fresh", "tiny")
     evaluation = {"policy": "fresh", "suite": "tabletop/push"}
     add(some, schedule(evaluation=evaluation))
     make_due(some)
-    schedules.look_at_due(some)
+    schedule_firings.look_at_due(some)
     found = state(some)
     assert (found.num_failed, found.enabled) == (1, True)
     assert "no published version" in found.last_error
 
 
 def test_what_was_sent_and_not_heard_of_is_sent_again_and_given_up(
-    some: Any, monkeypatch: pytest.MonkeyPatch
+    some: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(some)
     make_due(some)
-    schedules.look_at_due(some)
+    schedule_firings.look_at_due(some)
     assert settlement.resend_lost(some, "a") == 0
     monkeypatch.setattr(settlement, "RESEND_S", 0.0)
     for _ in range(4):
@@ -281,7 +261,7 @@ def test_what_was_sent_and_not_heard_of_is_sent_again_and_given_up(
     assert state(some).running == {}
 
 
-def test_a_lost_redis_gets_its_schedules_back(some: Any, app: Celery) -> None:
+def test_a_lost_redis_gets_its_schedules_back(some: Process, app: Celery) -> None:
     add(some)
     some.objects.put("a/schedules/broken.json", b"{")
     some.ledger.client.flushall()

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
+from tests.integration.conftest import Process
 from vla_platform.cli.usage import summed
 from vla_platform.control import usage
-from vla_platform.control.ledger import Ledger
 from vla_platform.control.tenant_records import Tenant, read_tenant, record_key
 from vla_platform.control.tenants import set_limits
 from vla_platform.errors import QuotaError, TenantError
 from vla_platform.metrics.collector import collect, open_group
 from vla_platform.metrics.events import PLATFORM_STREAM
 from vla_platform.specs import canonical_json
-from vla_storage.objects import MemoryObjectStore, ObjectStore
 
 pytestmark = pytest.mark.services
 
 
-@dataclass(frozen=True)
-class Some:
-    ledger: Ledger
-    objects: ObjectStore
-
-
 @pytest.fixture
-def some(control_redis_url: str) -> Iterator[Any]:
-    ledger = Ledger.connect(control_redis_url)
-    ledger.load()
-    objects = MemoryObjectStore()
+def some(some: Process) -> Process:
     for name in ("a", "b"):
         tenant = Tenant(tenant_id=name, password_sha256="0" * 64)
-        objects.put(record_key(name), canonical_json(vars(tenant)))
-    yield Some(ledger, objects)
-    ledger.close()
+        some.objects.put(record_key(name), canonical_json(vars(tenant)))
+    return some
 
 
-def train(some: Some, run: str, tenant: str = "a", *, cost_s: float = 2.5) -> None:
+def train(some: Process, run: str, tenant: str = "a", *, cost_s: float = 2.5) -> None:
     fields = {
         "tenant": tenant, "policy": "pick", "policy_key": f"{tenant}/pick", "kind": "sft",
         "base_model": "tiny", "schema_signature": "s", "spec_digest": run, "priority": 0,
@@ -62,7 +49,7 @@ def train(some: Some, run: str, tenant: str = "a", *, cost_s: float = 2.5) -> No
     ledger.finish(run)
 
 
-def test_a_job_is_counted_where_it_completes(some: Some) -> None:
+def test_a_job_is_counted_where_it_completes(some: Process) -> None:
     train(some, "run-1")
     train(some, "run-2", cost_s=1.0)
     client = some.ledger.client
@@ -75,7 +62,7 @@ def test_a_job_is_counted_where_it_completes(some: Some) -> None:
     assert found == usage.Statement.from_json(found.to_json())
 
 
-def test_statements_are_written_once_and_outlive_the_redis(some: Some) -> None:
+def test_statements_are_written_once_and_outlive_the_redis(some: Process) -> None:
     train(some, "run-1")
     day = usage.today(some.ledger.client).isoformat()
     assert usage.write_statements(some) == 1  # type: ignore[arg-type]
@@ -100,7 +87,7 @@ def test_statements_are_written_once_and_outlive_the_redis(some: Some) -> None:
     assert [(r["tenant"], r["policy"], r["worker_s"]) for r in rows] == [("a", "pick", whole)]
 
 
-def test_inference_is_counted_with_its_acknowledgement(some: Some) -> None:
+def test_inference_is_counted_with_its_acknowledgement(some: Process) -> None:
     client = some.ledger.client
     open_group(client)
     values = {
@@ -117,7 +104,7 @@ def test_inference_is_counted_with_its_acknowledgement(some: Some) -> None:
     assert usage.month_so_far(client, ["b"])[0]["requests"] == 6
 
 
-def test_a_budget_is_enforced_with_a_clear_message(some: Some) -> None:
+def test_a_budget_is_enforced_with_a_clear_message(some: Process) -> None:
     train(some, "run-1")
     tenant = set_limits(some.objects, "a", monthly_worker_s=2.0)
     assert tenant == read_tenant(some.objects, "a")

@@ -11,7 +11,8 @@ import numpy as np
 from vla_platform.envs.harnesses import open_session
 from vla_platform.envs.host import EnvironmentHost
 from vla_platform.envs.policies import ExpertPolicy
-from vla_platform.envs.rollout import RolloutConfig, rollout
+from vla_platform.envs.rollout import rollout
+from vla_platform.envs.rollout_messages import RolloutConfig
 from vla_platform.envs.sessions import EnvironmentRequest, Session
 from vla_platform.errors import ConfigurationError, SimulatorError
 from vla_storage.payloads import MemoryPayloadStore

@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 from celery import Celery
 
+from tests.waiting import wait_until
 from vla_platform.broker import queue
 from vla_platform.errors import NotFoundError, UnavailableError
 from vla_platform.operators.workers import Workers
@@ -48,13 +48,6 @@ def worker(control_redis_url: str, tmp_path: Path) -> Iterator[str]:
     process.wait(20)
 
 
-def until(check: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_a_drained_worker_ends_its_task_and_takes_no_other(worker: str) -> None:
     with redis.Redis.from_url(worker, decode_responses=True) as client:
         workers = Workers(worker, client, timeout_s=1.0)
@@ -65,18 +58,18 @@ def test_a_drained_worker_ends_its_task_and_takes_no_other(worker: str) -> None:
             except UnavailableError:
                 return False
 
-        until(there)
+        wait_until(there)
         (row,) = workers.rows()
         assert (row.state, row.queues, row.active) == ("online", ("one", "two"), ())
         app = Celery("sender", broker=worker, backend=worker, set_as_current=False)
         first = app.send_task("slow", args=[8.0], queue=queue("one"))
-        until(lambda: workers.rows()[0].active == ("slow",))
+        wait_until(lambda: workers.rows()[0].active == ("slow",))
         assert workers.drain("w") == ["one", "two"]
         assert workers.drain("w") == []
         assert workers.rows()[0].state == "drained"
         later = app.send_task("slow", args=[0.0], queue=queue("two"))
         assert first.get(timeout=20) == 8.0
-        until(lambda: workers.is_idle("w"))
+        wait_until(lambda: workers.is_idle("w"))
         assert not later.ready()
         assert workers.undrain("w") == ["one", "two"]
         assert later.get(timeout=20) == 0.0

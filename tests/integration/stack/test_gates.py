@@ -43,9 +43,7 @@ def test_the_embedded_services_pass(
 ) -> None:
     check_control_redis(control_redis_url)
     check_payload_redis(payload_redis_url, control_redis_url)
-    with S3ObjectStore(
-        s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-    ) as objects:
+    with s3.objects() as objects:
         check_object_store(objects)
         assert list(objects.list(PROBE_PREFIX)) == []
 

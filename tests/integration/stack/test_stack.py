@@ -23,7 +23,6 @@ from vla_platform.stack.info import load
 from vla_platform.stack.roles import Ready, Role
 from vla_platform.stack.servers import S3Address
 from vla_platform.stack.sweep import leftovers
-from vla_storage.objects import S3ObjectStore
 from vla_storage.payloads import ArenaTier
 
 pytestmark = pytest.mark.services
@@ -110,17 +109,8 @@ def test_up_starts_all_and_up_again_changes_nothing(var: Path) -> None:
     assert first == load(var)
     with redis.Redis.from_url(first.redis_url) as client:
         assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
-    with closing(store(first.s3)) as objects:
+    with closing(first.s3.objects()) as objects:
         assert objects.put("a/x", b"x", if_absent=True)
-
-
-def store(address: S3Address) -> S3ObjectStore:
-    return S3ObjectStore(
-        address.bucket,
-        endpoint=address.endpoint,
-        access_key=address.access_key,
-        secret_key=address.secret_key,
-    )
 
 
 def test_every_process_carries_the_marker(var: Path, stack: StackInfo) -> None:
@@ -187,7 +177,7 @@ def test_the_arena_lives_as_long_as_the_stack(var: Path, stack: StackInfo) -> No
 
 
 def test_down_stops_all_and_keeps_data_ports_and_secrets(var: Path, stack: StackInfo) -> None:
-    with closing(store(stack.s3)) as objects:
+    with closing(stack.s3.objects()) as objects:
         objects.put("a/x", b"kept")
     with redis.Redis.from_url(stack.redis_url) as client:
         client.execute_command("ACL", "SETUSER", "tenant", "on", ">pw", "~t:*", "+get")
@@ -199,7 +189,7 @@ def test_down_stops_all_and_keeps_data_ports_and_secrets(var: Path, stack: Stack
 
     again = up(var, roles=ROLES, environment=clean_environment())
     assert stack == again
-    with closing(store(again.s3)) as objects:
+    with closing(again.s3.objects()) as objects:
         assert objects.get("a/x") == b"kept"
     with redis.Redis.from_url(again.redis_url) as client:
         assert "tenant" in client.acl_users()

@@ -17,9 +17,7 @@ pytestmark = pytest.mark.services
 
 @pytest.fixture
 def admin(s3: S3Address) -> Iterator[S3Admin]:
-    found = S3Admin(
-        s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-    )
+    found = s3.admin()
     with contextlib.closing(found):
         yield found
         for tenant in ("a", "ab"):

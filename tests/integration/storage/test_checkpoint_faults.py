@@ -76,9 +76,7 @@ except Exception as error:
 
 @pytest.fixture
 def objects(s3: S3Address) -> Iterator[S3ObjectStore]:
-    with S3ObjectStore(
-        s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-    ) as store:
+    with s3.objects() as store:
         yield store
 
 

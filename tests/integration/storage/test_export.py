@@ -23,9 +23,7 @@ pytestmark = pytest.mark.services
 
 @pytest.fixture
 def store(s3: S3Address, make_checkpoint: Callable[..., Checkpoint]) -> Iterator[CheckpointStore]:
-    with S3ObjectStore(
-        s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-    ) as objects:
+    with s3.objects() as objects:
         found = CheckpointStore(objects=objects, tenant_id="a", signing_key=b"key")
         found.save(make_checkpoint(5))
         yield found

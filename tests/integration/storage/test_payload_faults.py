@@ -24,7 +24,6 @@ from vla_storage.errors import (
     PayloadNotFoundError,
     StorageUnavailableError,
 )
-from vla_storage.objects import S3ObjectStore
 from vla_storage.payloads import ObjectTier, PayloadStore, RedisPayloadStore
 from vla_storage.payloads.base import Append
 from vla_storage.payloads.redis_connections import Shards
@@ -222,9 +221,7 @@ def test_f39_a_full_server_is_told_apart_and_drains(
 def test_over_the_watermark_bodies_spill_to_s3(
     payload_redis_url: str, raw: redis.Redis, s3: S3Address
 ) -> None:
-    objects = S3ObjectStore(
-        s3.bucket, endpoint=s3.endpoint, access_key=s3.access_key, secret_key=s3.secret_key
-    )
+    objects = s3.objects()
     store = RedisPayloadStore([payload_redis_url], spill=[ObjectTier(objects)], watermark=0.5)
     with contextlib.closing(objects), contextlib.closing(store):
         used: Any = raw.info("memory")

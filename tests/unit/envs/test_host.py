@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from vla_platform.envs.failures import Failure, failure_of
 from vla_platform.envs.groups import SessionGroup
 from vla_platform.envs.host import EnvironmentHost, Isolation
@@ -39,13 +40,6 @@ def opened(
     isolation: Isolation = Isolation.THREAD,
 ) -> str:
     return host.call(host.open(tenant, request, isolation=isolation)).result(60)[0]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("isolation", [Isolation.THREAD, Isolation.SHARED])
@@ -391,12 +385,16 @@ def test_parked_environments_go_in_time_and_make_room(
 ) -> None:
     host = make_host(slow_s=0.0, parked_s=0.3)
     with group(host, faulty()):
-        pass
+        made = threads()
     wait_until(lambda: not threads())
+    assert (host.num_sessions, len(made)) == (0, 2)
     host = make_host(slow_s=0.0, max_sessions=3)
     with group(host, faulty()):
         pass
+    parked = threads()
     with group(host, faulty(mark=1)):
         wait_until(lambda: len(threads()) == 3)
+        assert (host.num_sessions, len(parked), len(parked & threads())) == (2, 2, 1)
     host.shut_down()
     wait_until(lambda: not threads())
+    assert host.num_sessions == 0

@@ -13,7 +13,8 @@ import pytest
 from vla_platform.envs.base import Observation
 from vla_platform.envs.host import EnvironmentHost
 from vla_platform.envs.policies import ExpertPolicy, Predicted
-from vla_platform.envs.rollout import RolloutConfig, RolloutReport, rollout
+from vla_platform.envs.rollout import rollout
+from vla_platform.envs.rollout_messages import RolloutConfig, RolloutReport
 from vla_platform.errors import DataError, LeaseLostError, SimulatorError
 from vla_storage.errors import StorageUnavailableError
 from vla_storage.payloads import MemoryPayloadStore

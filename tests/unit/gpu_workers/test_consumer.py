@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.waiting import wait_until
 from vla_platform.client.inference import InferenceProxy
 from vla_platform.envs.base import Observation
 from vla_platform.errors import (
@@ -148,13 +149,6 @@ def bench() -> Iterator[Bench]:
         consumer.stop(grace_s=5.0)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.002)
-
-
 def test_many_tenants_and_threads_each_get_their_own_answer(bench: Bench):
     bench.start()
     wrong = []
@@ -172,7 +166,7 @@ def test_many_tenants_and_threads_each_get_their_own_answer(bench: Bench):
     for thread in threads:
         thread.join()
     assert wrong == []
-    until(lambda: bench.engine.released == 120)
+    wait_until(lambda: bench.engine.released == 120)
     assert bench.broker.pending == {}
 
 
@@ -201,7 +195,7 @@ def test_one_bad_request_fails_alone(bench: Bench):
     bench.engine.gate.clear()
     bench.start()
     first = bench.proxy.submit(observation(0), tenant="a", policy="reach")
-    until(lambda: len(bench.broker.pending) == 1)
+    wait_until(lambda: len(bench.broker.pending) == 1)
     calls = [
         bench.proxy.submit(observation(n), tenant="a", policy="bad" if n == 2 else "reach")
         for n in range(4)
@@ -240,7 +234,7 @@ def test_a_module_that_fails_to_load_is_the_requests_error(bench: Bench):
     bench.start()
     loading = bench.engine.loading["slow"] = Future()
     slow = bench.proxy.submit(observation(1), tenant="a", policy="slow")
-    until(lambda: len(bench.broker.pending) == 1)
+    wait_until(lambda: len(bench.broker.pending) == 1)
     loading.set_exception(NotFoundError("gone"))
     with pytest.raises(NotFoundError, match="gone"):
         slow.result(20)
@@ -250,12 +244,12 @@ def test_deadlines_expire_before_they_cost_a_forward(bench: Bench):
     bench.engine.gate.clear()
     bench.start()
     first = bench.proxy.submit(observation(0), tenant="a", policy="reach")
-    until(lambda: len(bench.broker.pending) == 1)
+    wait_until(lambda: len(bench.broker.pending) == 1)
     with pytest.raises(DeadlineError):
         bench.predict(1, policy="late", timeout_s=0.2)
     bench.engine.gate.set()
     first.result(20)
-    until(lambda: not bench.broker.pending)
+    wait_until(lambda: not bench.broker.pending)
     assert bench.engine.batches == [["reach"]]
 
 
@@ -271,7 +265,7 @@ def test_a_full_queue_is_a_typed_refusal(bench: Bench):
     calls = []
     for number in range(5):
         calls.append(bench.proxy.submit(observation(number), tenant="a", policy="reach"))
-        until(lambda: len(bench.broker.entries["base"]) >= min(2, len(calls)))
+        wait_until(lambda: len(bench.broker.entries["base"]) >= min(2, len(calls)))
     with pytest.raises(QueueFullError):
         calls[-1].result(20)
     bench.start()
@@ -294,13 +288,13 @@ def test_the_same_request_twice_is_answered_once(bench: Bench):
     bench.engine.gate.clear()
     bench.start()
     call = bench.proxy.submit(observation(5), tenant="a", policy="reach")
-    until(lambda: len(bench.broker.pending) == 1)
+    wait_until(lambda: len(bench.broker.pending) == 1)
     for one in list(bench.proxy._calls.values()):
         one.sent = 0.0
-    until(lambda: len(bench.broker.pending) == 1 and not bench.broker.entries["base"])
+    wait_until(lambda: len(bench.broker.pending) == 1 and not bench.broker.entries["base"])
     bench.engine.gate.set()
     assert call.result(20).actions[0, 0, 0] == 5.0
-    until(lambda: not bench.broker.pending)
+    wait_until(lambda: not bench.broker.pending)
     assert len(bench.engine.batches) == 1
 
 
@@ -308,7 +302,7 @@ def test_warm_shutdown_finishes_what_waits_and_another_worker_goes_on(bench: Ben
     bench.engine.gate.clear()
     consumer = bench.start()
     calls = [bench.proxy.submit(observation(n), tenant="a", policy="reach") for n in range(10)]
-    until(lambda: consumer.num_waiting > 0)
+    wait_until(lambda: consumer.num_waiting > 0)
     threading.Timer(0.05, bench.engine.gate.set).start()
     consumer.stop(grace_s=10.0)
     bench.start()
@@ -320,7 +314,7 @@ def test_what_cannot_be_finished_is_handed_back_at_once(bench: Bench):
     consumer = bench.start()
     bench.engine.loading["slow"] = Future()
     call = bench.proxy.submit(observation(7), tenant="a", policy="slow")
-    until(lambda: len(bench.broker.pending) == 1)
+    wait_until(lambda: len(bench.broker.pending) == 1)
     consumer.stop(grace_s=1.0)
     del bench.engine.loading["slow"]
     bench.start(claim_idle_s=3600.0)
@@ -331,7 +325,7 @@ def test_what_ends_three_workers_is_set_aside(bench: Bench):
     """Poison: the fourth delivery is answered with an error and kept for the operator."""
     call = bench.proxy.submit(observation(7), tenant="a", policy="killer")
     broker = bench.broker
-    until(lambda: bool(broker.entries["base"]))
+    wait_until(lambda: bool(broker.entries["base"]))
     channel = MemoryChannel(broker, "base", claim_idle_s=0.0)
     for attempt in range(1, 4):  # three workers take it and die
         taken = channel.receive(max_entries=9, timeout_s=1.0)
@@ -340,7 +334,7 @@ def test_what_ends_three_workers_is_set_aside(bench: Bench):
     bench.start(claim_idle_s=0.0)
     with pytest.raises(PoisonError):
         call.result(20)
-    until(lambda: len(broker.dead) == 1)
+    wait_until(lambda: len(broker.dead) == 1)
     assert bench.engine.batches == []
 
 
@@ -379,7 +373,7 @@ def test_rubbish_on_the_stream_is_buried_and_serving_goes_on(bench: Bench):
     sender.send("a", "base", pack(refused))
     bench.start()
     assert bench.predict(1).actions[0, 0, 0] == 1.0
-    until(lambda: not bench.broker.pending)
+    wait_until(lambda: not bench.broker.pending)
     assert len(bench.broker.dead) == 1
 
 
@@ -409,7 +403,7 @@ def test_reports_split_a_batch_by_tenant(bench: Bench):
     bench.engine.gate.set()
     for call in calls:
         call.result(20)
-    until(lambda: sum(sum(r.samples.values()) for r in bench.reports) == 4)
+    wait_until(lambda: sum(sum(r.samples.values()) for r in bench.reports) == 4)
     total = {"a": 0, "b": 0}
     for report in bench.reports:
         for tenant, samples in report.samples.items():

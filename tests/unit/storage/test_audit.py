@@ -12,11 +12,12 @@ from dataclasses import asdict, replace
 import pytest
 
 from vla_storage import manifests
-from vla_storage.audit import Auditor, AuditRules, unknown_prefixes
+from vla_storage.audit import Auditor, AuditRules
 from vla_storage.audit_archive import AuditArchive
 from vla_storage.audit_findings import AuditReport, FindingKind, Severity, difference
 from vla_storage.checkpoints import Checkpoint, CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointError, ObjectChangedError
+from vla_storage.folders import unknown_prefixes
 from vla_storage.marks import change_marks
 from vla_storage.objects import MemoryObjectStore
 from vla_storage.retention import apply_retention

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vla_storage.checkpoints import Checkpoint, CheckpointRef, CheckpointStore
+from vla_storage import retention
+from vla_storage.checkpoints import MANIFEST, Checkpoint, CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointError, CheckpointNotFoundError
 from vla_storage.marks import Mark, Marks, change_marks, marks_key, read_marks
 from vla_storage.objects import MemoryObjectStore
@@ -24,6 +25,7 @@ from vla_storage.retention import (
     set_alias,
     set_mark,
 )
+from vla_storage.seals import is_seal
 
 KEY = b"platform key of the tests"
 Make = Callable[..., Checkpoint]
@@ -145,6 +147,63 @@ def test_pf25_no_writer_loses_anothers_marks(store: CheckpointStore, make_checkp
     assert (pinned, pinned) == (found, scored)
     assert set(pinned) <= set(steps(store))
     assert steps(store)[-1] == 220
+
+
+class Counting(MemoryObjectStore):
+    reads = 0
+
+    def get_with_etag(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, str]:
+        self.reads += 1
+        return super().get_with_etag(key, max_bytes=max_bytes)
+
+
+def without_seals(store: CheckpointStore) -> None:
+    for item in list(store.objects.list("a/")):
+        if is_seal(item.key.rpartition("/")[2]):
+            store.objects.delete(item.key)
+
+
+def test_what_lists_as_it_was_sealed_is_not_read(make_checkpoint: Make) -> None:
+    """Keeping many costs a listing, whoever asks and how often."""
+    objects = Counting()
+    store = CheckpointStore(objects=objects, tenant_id="a", signing_key=KEY)
+    for step in range(1, 41):
+        store.save(make_checkpoint(step))
+    objects.reads = 0
+    plan = plan_retention(store, "reach", RetentionRules(keep_last=30))
+    assert (len(plan.go), objects.reads) == (10, 1)  # the marks
+    every = [ref for ref, _ in plan.go]
+    assert len(plan_removal(store, "reach", every).go) == 10
+    assert objects.reads == 2
+
+
+def test_one_plan_reads_so_many_and_what_was_not_read_stays(
+    make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "MOST_READ", 3)
+    objects = Counting()
+    store = CheckpointStore(objects=objects, tenant_id="a", signing_key=KEY)
+    for step in range(1, 9):
+        store.save(make_checkpoint(step))
+    without_seals(store)
+    set_mark(store, "reach/w1/1", expires=0.0)
+    objects.reads = 0
+    plan = plan_retention(store, "reach", RetentionRules(keep_last=5))
+    assert objects.reads == 1 + 3  # the marks and three manifests
+    unread = dict.fromkeys((f"reach/w1/{step}" for step in range(2, 6)), Reason.UNREAD)
+    newest = dict.fromkeys((f"reach/w1/{step}" for step in (6, 7, 8)), Reason.NEWEST)
+    assert dict(plan.stay) == unread | newest
+    assert plan.go == (("reach/w1/1", Reason.EXPIRED),)
+    assert len(plan_retention(store, "reach", RetentionRules(keep_last=3)).go) == 5
+    for step in (6, 7, 8):
+        objects.delete(store.folder(CheckpointRef.parse(f"reach/w1/{step}")) + MANIFEST)
+        objects.put(store.folder(CheckpointRef.parse(f"reach/w1/{step}")) + MANIFEST, b"{}")
+    plan = plan_retention(store, "reach", RetentionRules(keep_last=1))
+    damaged = dict.fromkeys(newest, Reason.DAMAGED)
+    every = unread | damaged | {"reach/w1/1": Reason.UNREAD}
+    assert (dict(plan.stay), plan.go) == (every, ())
+    removal = plan_removal(store, "reach", [f"reach/w1/{step}" for step in range(1, 6)])
+    assert (set(dict(removal.stay).values()), removal.go) == ({Reason.UNREAD}, ())
 
 
 def test_damaged_marks_stop_retention(saved: CheckpointStore) -> None:

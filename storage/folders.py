@@ -1,7 +1,6 @@
-"""A tenant's prefix as an audit sees it: a listing, cut into folders as it comes.
+"""A tenant's prefix as a listing shows it, cut into folders as it comes.
 
 <tenant>/policies/<policy>/checkpoints/<workload>/<step>/   a checkpoint
-<tenant>/policies/<policy>/versions/<version>/              a published version
 <tenant>/policies/<policy>/marks.json                       see `vla_storage.marks`
 <tenant>/<area>/...                                         counted only
 """
@@ -16,7 +15,7 @@ from itertools import groupby
 from vla_storage.checkpoint_types import CheckpointRef
 from vla_storage.errors import InvalidKeyError
 from vla_storage.names import check_name
-from vla_storage.objects.base import ObjectInfo
+from vla_storage.objects.base import ObjectInfo, ObjectStore
 from vla_storage.seals import Facts, facts_in, is_seal, listing_seal
 
 MOST_OBJECTS = 1000
@@ -26,7 +25,6 @@ AREAS = frozenset({"policies", "workloads", "evaluations", "datasets", "schedule
 
 class Kind(StrEnum):
     CHECKPOINT = "checkpoint"
-    VERSION = "version"
     AREA = "area"
     """Part of an area whose objects refer to nothing here."""
     STRAY = "stray"
@@ -42,7 +40,6 @@ class Folder:
     size_bytes: int
     last_key: str
     ref: CheckpointRef | None = None  # of a checkpoint
-    policy: str = ""
 
     @property
     def newest(self) -> float:
@@ -80,8 +77,6 @@ def _place(key: str) -> tuple[Kind, str]:
     parts = key.split("/")
     if parts[0] == "policies" and len(parts) == 6 and parts[2] == "checkpoints":
         return Kind.CHECKPOINT, "/".join(parts[:5]) + "/"
-    if parts[0] == "policies" and len(parts) == 5 and parts[2] == "versions":
-        return Kind.VERSION, "/".join(parts[:4]) + "/"
     if parts[0] == "policies":
         is_marks = len(parts) == 3 and parts[2] == "marks.json"
         return Kind.AREA if is_marks else Kind.STRAY, "policies/"
@@ -104,7 +99,7 @@ class _Sum:
         self.last_key = item.key
 
     def folder(self, kind: Kind, prefix: str) -> Folder:
-        ref = policy = None
+        ref = None
         if kind is Kind.CHECKPOINT:
             _, _, policy, _, workload, step, _ = prefix.split("/")
             try:
@@ -113,8 +108,6 @@ class _Sum:
                 kind = Kind.STRAY
             else:
                 kind = kind if len(step) == 10 else Kind.STRAY
-        elif kind is Kind.VERSION:
-            policy = prefix.split("/")[2]
         return Folder(
             kind=kind,
             prefix=prefix,
@@ -123,7 +116,6 @@ class _Sum:
             size_bytes=self.size_bytes,
             last_key=self.last_key,
             ref=ref,
-            policy=policy or "",
         )
 
 
@@ -143,6 +135,24 @@ def _in_parts(items: Iterable[ObjectInfo], kind: Kind, prefix: str) -> Iterator[
             total = _Sum()
     if total.num_objects:
         yield total.folder(kind, prefix)
+
+
+def prefixes(objects: ObjectStore) -> Iterator[str]:
+    """The first segments of all keys of a bucket, with one short listing each."""
+    after = ""
+    while True:
+        first = next(iter(objects.list("", after=after)), None)
+        if first is None:
+            return
+        head = first.key.partition("/")[0]
+        yield head
+        # The character after "/": every key below the prefix sorts before it.
+        after = f"{head}0" if "/" in first.key else first.key
+
+
+def unknown_prefixes(objects: ObjectStore, tenants: set[str]) -> list[str]:
+    """Prefixes of the bucket that belong to no tenant that there is."""
+    return [name for name in prefixes(objects) if is_tenant(name) and name not in tenants]
 
 
 def is_tenant(name: str) -> bool:

@@ -1,0 +1,16 @@
+"""Waiting for a condition instead of for a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(
+    condition: Callable[[], object], timeout_s: float = 120.0, *, every_s: float = 0.02
+) -> None:
+    """Fails where `condition` has not come true in `timeout_s`."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(every_s)
