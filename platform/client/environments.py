@@ -11,8 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +23,14 @@ from vla_platform.envs.base import EnvironmentInfo, Observation
 from vla_platform.envs.remote_protocol import OPEN_S, from_session, to_host
 from vla_platform.envs.sessions import Outcome
 from vla_platform.errors import UnavailableError
+from vla_storage.closing import Closing
 from vla_storage.errors import CodedError
 
 KEEP_S = 20.0
 """How often a session that is not used is kept alive; hosts close those of dead clients."""
 
 
-class RemoteEnvironment:
+class RemoteEnvironment(Closing):
     """One session on a host. Thread-safe, one call at a time. Close it when done.
 
     Every call raises what the session raises (`DataError` for refused actions, `SimulatorError`
@@ -86,17 +86,6 @@ class RemoteEnvironment:
         finally:
             if self._own_client:
                 self._redis.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _call(self, op: str, arguments: dict[str, Any]) -> Any:
         with self._lock:

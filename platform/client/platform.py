@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import redis
 
@@ -26,9 +25,10 @@ from vla_platform.errors import AccessError, NotFoundError, SpecError
 from vla_platform.inference.protocol import Prediction
 from vla_platform.specs import WorkloadSpec, canonical_json, parse_spec
 from vla_storage.checkpoints import CheckpointStore
+from vla_storage.closing import Closing
 
 
-class Platform(PayloadQueue, CheckpointShelf, ScheduleBook):
+class Platform(PayloadQueue, CheckpointShelf, ScheduleBook, Closing):
     """One tenant's session. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(self, url: str) -> None:
@@ -37,17 +37,6 @@ class Platform(PayloadQueue, CheckpointShelf, ScheduleBook):
         self._checkpoints = CheckpointStore(objects=self._connection.objects, tenant_id=self.tenant)
         self._proxy: InferenceProxy | None = None
         self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         with self._lock:

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vla_platform.control.ledger import Ledger
@@ -55,13 +55,8 @@ def kept_alive(
             except CodedError as error:
                 _log.warning("action=renewal_failed job=%s reason=%s", job.job_id, error)
 
-    thread = threading.Thread(target=renew, name=f"lease-{job.job_id[-12:]}", daemon=True)
-    thread.start()
-    try:
+    with _beside(renew, over, name=f"lease-{job.job_id[-12:]}"):
         yield keeper
-    finally:
-        over.set()
-        thread.join(5)
 
 
 @contextmanager
@@ -78,13 +73,8 @@ def announced(ledger: Ledger, run: str, *, for_s: float) -> Iterator[None]:
             if over.wait(for_s / 4):
                 return
 
-    thread = threading.Thread(target=announce, name="preparing", daemon=True)
-    thread.start()
-    try:
+    with _beside(announce, over, name="preparing"):
         yield
-    finally:
-        over.set()
-        thread.join(5)
 
 
 @contextmanager
@@ -113,14 +103,23 @@ def alone(ledger: Ledger, work: str, *, lease_s: float) -> Iterator[Keeper | Non
                     keeper.lost = LeaseLostError(f"{work} could not be kept: {error}", work=work)
                     return
 
-    thread = threading.Thread(target=renew, name="alone", daemon=True)
-    thread.start()
     try:
-        yield keeper
+        with _beside(renew, over, name="alone"):
+            yield keeper
     finally:
-        over.set()
-        thread.join(5)
         try:
             ledger.release_claim(work, by=by)
         except CodedError as error:  # it runs out by itself
             _log.warning("action=release_failed work=%s reason=%s", work, error)
+
+
+@contextmanager
+def _beside(work: Callable[[], None], over: threading.Event, *, name: str) -> Iterator[None]:
+    """A thread that does `work` until `over`, which is set at the end."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(5)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from vla_platform.datasets.prompts import encode_prompts
 from vla_platform.datasets.sample_order import samples_at
 from vla_platform.datasets.statistics import Statistics
 from vla_platform.errors import DataError, DatasetError
+from vla_storage.closing import Closing
 
 DEFAULT_CACHE_BYTES = 512 << 20
 
@@ -59,7 +59,7 @@ class _EpisodeRows:
     prompts: tuple[str, ...]  # one per frame
 
 
-class Demonstrations:
+class Demonstrations(Closing):
     """Samples of some episodes of a dataset: one per frame, its action chunk beginning there.
 
     `order` and `batch` depend on the arguments and the counter alone, so a resumed run continues
@@ -175,17 +175,6 @@ class Demonstrations:
     def close(self) -> None:
         """End the reading thread. The dataset stays open."""
         self._read_ahead.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _look_ahead(self, start: int, count: int) -> None:
         # Asking again only when half is used keeps the cost per batch independent of the window.

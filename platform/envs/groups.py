@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +13,11 @@ from vla_platform.envs.base import EnvironmentInfo, Observation
 from vla_platform.envs.host import EnvironmentHost, Isolation
 from vla_platform.envs.sessions import EnvironmentRequest, Outcome
 from vla_platform.errors import NotFoundError
+from vla_storage.closing import Closing
 from vla_storage.errors import CodedError
 
 
-class SessionGroup:
+class SessionGroup(Closing):
     """`num_sessions` sessions of a host, addressed by number. Closed as a context manager.
 
     Raises what `EnvironmentHost.open` raises; then no session stays open.
@@ -80,17 +80,6 @@ class SessionGroup:
         for one in ending:
             with contextlib.suppress(NotFoundError):
                 one.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _opened(self, opening: Sequence[Any]) -> EnvironmentInfo:
         """Wait for all, so that those that did open are closed where another failed."""

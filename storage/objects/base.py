@@ -6,12 +6,12 @@ replaces exactly the version that was read. A store without them is refused at s
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+
+from vla_storage.closing import Closing
 
 Body = bytes | Path
 """Bytes in memory, or a file that is streamed."""
@@ -27,7 +27,7 @@ class ObjectInfo:
     modified: float  # seconds since the epoch, by the store's clock
 
 
-class ObjectStore(ABC):
+class ObjectStore(Closing):
     """One bucket. Thread-safe. Every method may raise `StorageUnavailableError` (retry helps) and
     `StorageAccessError` (the credentials do not reach this key)."""
 
@@ -83,14 +83,3 @@ class ObjectStore(ABC):
     def close(self) -> None:
         """Release connections."""
         return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
