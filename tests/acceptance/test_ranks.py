@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from vla_platform.cli.tenants import Operator, operator
+from tests.acceptance.stacks import (
+    RANDOM,
+    Stack,
+    at_step,
+    demonstrate,
+    losses,
+    sft,
+    started,
+    with_tabletop,
+)
 from vla_platform.client import Platform, Run
-from vla_platform.datasets.recording import make_demonstrations
-from vla_platform.envs.tabletop import Tabletop
-from vla_platform.stack import operate
-from vla_platform.stack.roles import ROLES, environment_roles
 
 STEPS, UPDATES = 60, 3
 TIMEOUT_S = 150
 FLOW = {"kind": "flow_matching", "chunk": 4, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}
-Stack = tuple[Path, Operator, dict[str, Platform]]
+Platforms = dict[str, Platform]
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("ranks")
-    make_demonstrations(folder / "data" / "reach", env=Tabletop(), episodes=6, seed=0)
-    var = folder / "var"
-    environment = {
-        **os.environ, "VLA_BASE_MODELS": "tiny=tiny-random", "VLA_TRAINING_RANKS": "2",
-    }  # fmt: skip
-    roles = (*ROLES, *environment_roles(1, {"tabletop": 1.0}, var))
-    try:
-        operate.up(
-            var, environment=environment, dataset_roots=str(folder / "data"), roles=roles,
-            timeout_s=180,
-        )  # fmt: skip
-        with operator(var) as admin:
-            platforms = {name: Platform(admin.add(name)) for name in ("a", "b")}
-            yield var, admin, platforms
-            for platform in platforms.values():
-                platform.close()
-    finally:
-        operate.down(var)
-    assert followers_of(var) == []
+    demonstrate(folder, episodes=6)
+    environment = {**RANDOM, "VLA_TRAINING_RANKS": "2"}
+    with started(folder, environment=environment, roles=with_tabletop(folder)) as found:
+        yield found
+    assert followers_of(found.var) == []
+
+
+@pytest.fixture(scope="module")
+def platforms(stack: Stack) -> Iterator[Platforms]:
+    with Platform(stack.admin.add("a")) as a, Platform(stack.admin.add("b")) as b:
+        yield {"a": a, "b": b}
 
 
 def followers_of(var: Path) -> list[psutil.Process]:
@@ -61,31 +55,17 @@ def followers_of(var: Path) -> list[psutil.Process]:
     return found
 
 
-def sft(module: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": "sft",
-        "policy": "reach",
-        "dataset": {"path": "reach", "heldout_samples": 4},
-        "steps": STEPS,
-        "batch_size": 6,
-        "gradient_accumulation": 2,
-        "action_module": module,
-        "checkpoint": {"every_steps": 10},
-    }
-
-
 @pytest.fixture(scope="module")
-def tuned(stack: Stack) -> dict[str, Run]:
+def tuned(stack: Stack, platforms: Platforms) -> dict[str, Run]:
     """A run of each tenant, during which the follower dies."""
-    var, _, platforms = stack
     runs = {
-        name: platforms[name].submit(sft(module))
+        name: platforms[name].submit(
+            sft("reach", steps=STEPS, gradient_accumulation=2, action_module=module)
+        )
         for name, module in (("a", {"kind": "oft", "chunk": 4}), ("b", FLOW))
     }
-    (follower,) = followers_of(var)
-    for event in runs["a"].events():
-        if event["kind"] == "step" and event["step"] >= 15:
-            break
+    at_step(runs["a"], 15)
+    (follower,) = followers_of(stack.var)
     follower.kill()
     for run in runs.values():
         run.result(TIMEOUT_S)
@@ -93,26 +73,24 @@ def tuned(stack: Stack) -> dict[str, Run]:
 
 
 def test_a_follower_dies_and_no_step_is_lost_or_doubled(
-    stack: Stack, tuned: dict[str, Run]
+    stack: Stack, platforms: Platforms, tuned: dict[str, Run]
 ) -> None:
-    var, admin, platforms = stack
     for tenant, run in tuned.items():
         assert run.status().step == STEPS
-        assert list(admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
+        assert list(stack.admin.ledger.steps(run.id)) == list(range(1, STEPS + 1))
         assert platforms[tenant].verify(run.status().checkpoint or "").step == STEPS
-        losses = [event["loss"] for event in run.metrics() if event["kind"] == "step"]
-        assert sum(losses[-5:]) < sum(losses[:5])
-    (again,) = followers_of(var)
-    assert time.time() - again.create_time() < TIMEOUT_S
-    log = (var / "logs" / "gpu.log").read_text()
+        found = list(losses(run).values())
+        assert sum(found[-5:]) < sum(found[:5])
+    assert len(followers_of(stack.var)) == 1
+    log = (stack.var / "logs" / "gpu.log").read_text()
     assert "action=rank_lost" in log
     assert log.count("action=ranks_ready num_ranks=2") == 2
 
 
 def test_reinforcement_learning_goes_through_both_ranks(
-    stack: Stack, tuned: dict[str, Run]
+    stack: Stack, platforms: Platforms, tuned: dict[str, Run]
 ) -> None:
-    _, admin, platforms = stack
+    """One tenant with the features that its rollouts kept, the other encodes again."""
     runs = {
         name: platforms[name].submit(
             {
@@ -132,7 +110,7 @@ def test_reinforcement_learning_goes_through_both_ranks(
     }  # fmt: skip
     for name, run in runs.items():
         run.result(TIMEOUT_S)
-        assert list(admin.ledger.steps(run.id)) == list(range(1, UPDATES + 1))
+        assert list(stack.admin.ledger.steps(run.id)) == list(range(1, UPDATES + 1))
         updates = [event for event in run.events(follow=False) if event["kind"] == "update"]
         assert [event["policy_version"] for event in updates] == [1, 2, 3]
         assert all((event["backbone_forwards"] > 0) == (name == "b") for event in updates)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from tests.integration.gpu_workers.test_ranks import CALM, pair_of_ranks, settings_for  # noqa: E402
 from tests.unit.gpu_workers.conftest import config_maker, make_columns  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
 from vla_platform.errors import ConfigurationError, RankLostError  # noqa: E402
 from vla_platform.gpu_workers.ranks.leader import Team  # noqa: E402
 from vla_platform.gpu_workers.training_items import TrainResult  # noqa: E402
@@ -29,13 +29,6 @@ team = Team(Settings.model_validate_json(sys.argv[1]), device="cpu", on_lost=pri
 print(*team.pids, flush=True)
 threading.Event().wait()
 """
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.02)
 
 
 def test_a_rank_that_hangs_or_dies_is_noticed(_redis_urls: dict[str, str], tmp_path: Path) -> None:
