@@ -51,10 +51,12 @@ class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
             use_one_thread()
         services().ledger.load()
         turns = DeviceTurns()  # one device, whatever is on it
+        num_ranks = settings.training_ranks if settings.does("training") else 1
+        devices = device if num_ranks == 1 else f"{device} x {num_ranks}"
         self._report = UtilisationReport(
-            services(), turns, functools.partial(_state_of, str(parent.hostname), device)
+            services(), turns, functools.partial(_state_of, str(parent.hostname), devices)
         )
-        if settings.does("training") and settings.training_ranks > 1:
+        if num_ranks > 1:
             # They load while we do.
             self._team = Team(
                 settings, device=device, on_lost=functools.partial(end_process, "rank_lost")

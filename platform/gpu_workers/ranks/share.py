@@ -51,6 +51,8 @@ class BatchShare:
     @classmethod
     def joined(cls, told: Sequence[OwnRows], *, rank: int) -> BatchShare:
         """What all ranks have told, in rank order, as `rank` sees it."""
+        if len(told) == 1:
+            return cls.whole(told[0].valid, told[0].lengths)
         rows = sorted(
             (row, valid, length, of)
             for of, one in enumerate(told)
