@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vla_platform.control.services import object_store, payload_store
-from vla_platform.errors import RankLostError
+from vla_platform.errors import RankLostError, UnsoundWorkerError
 from vla_platform.gpu_workers.backbone import Backbone, digest_of
 from vla_platform.gpu_workers.ranks.base import Ranks
 from vla_platform.gpu_workers.ranks.commands import (
@@ -133,7 +133,7 @@ class Follower:
                     service.train_policy(
                         item.policy_key, item.columns, source=item.source, problem=item.problem
                     )
-                except RankLostError:
+                except UnsoundWorkerError:
                     raise
                 except CodedError as error:
                     return error

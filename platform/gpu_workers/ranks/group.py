@@ -35,7 +35,7 @@ class ProcessGroup:
         self, folder: Path, *, rank: int, num_ranks: int, device: str, timeout_s: float
     ) -> None:
         """Returns when all ranks are there."""
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # torch takes it from nowhere else
         with _lost():
             distributed.init_process_group(
                 BACKENDS[torch.device(device).type],
