@@ -21,7 +21,8 @@ from vla_platform.control.workloads import load_spec
 from vla_platform.gpu_workers.canary import CanaryProbe
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
-from vla_platform.gpu_workers.slots import Slot, SlotConfig, SlotState
+from vla_platform.gpu_workers.slot_state import SlotConfig, SlotState
+from vla_platform.gpu_workers.slots import Slot
 from vla_platform.gpu_workers.training import TrainingModelService
 from vla_platform.gpu_workers.training_items import MISFITS
 from vla_platform.specs import DEFAULT_EVERY_STEPS, RLSpec, SFTSpec, WorkloadSpec

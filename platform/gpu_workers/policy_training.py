@@ -26,7 +26,8 @@ from vla_platform.gpu_workers.rollout_samples import (
     weighted_samples,
 )
 from vla_platform.gpu_workers.samples import ROW, reads_state
-from vla_platform.gpu_workers.slots import Arrays, Slot
+from vla_platform.gpu_workers.slot_state import Arrays
+from vla_platform.gpu_workers.slots import Slot
 from vla_platform.gpu_workers.training_items import MISFITS, PolicyResult, TrainItem
 from vla_platform.specs import AWRSpec
 from vla_storage.errors import CodedError

@@ -12,8 +12,8 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,49 +34,20 @@ from vla_platform.gpu_workers.algorithms.policy_gradient import (
     run_policy_update,
 )
 from vla_platform.gpu_workers.algorithms.sft import Samples, sft_loss
-from vla_platform.gpu_workers.normalization import Normalization, Statistics
 from vla_platform.gpu_workers.ranks.base import Alone, Ranks
 from vla_platform.gpu_workers.ranks.gradients import GradientSum
 from vla_platform.gpu_workers.ranks.share import BatchShare
 from vla_platform.gpu_workers.schedule import learning_rate
-from vla_platform.schema import Schema
-from vla_platform.specs import ActionModuleSpec, AdamWSpec, AlgorithmSpec, AWRSpec
-
-STATE_VERSION = 1
-MixedPrecision = Literal["no", "bf16", "fp16"]
-Arrays = dict[str, npt.NDArray[Any]]
+from vla_platform.gpu_workers.slot_state import (
+    STATE_VERSION,
+    Arrays,
+    MixedPrecision,
+    SlotConfig,
+    SlotState,
+)
+from vla_platform.specs import AWRSpec
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotConfig:
-    """Everything that a policy's numbers depend on besides its data."""
-
-    policy_key: str
-    schema: Schema
-    action_module: ActionModuleSpec
-    optimizer: AdamWSpec
-    total_steps: int
-    seed: int
-    trainable: tuple[str, ...] = ("head", "state_encoder")
-    statistics: Mapping[str, Statistics | None] = field(default_factory=dict)  # state, action
-    normalization: Normalization = "min_max"
-    algorithm: AlgorithmSpec | None = None  # of reinforcement learning; None: fine-tuning
-
-
-@dataclass(frozen=True)
-class SlotState:
-    """A slot as plain data: what a checkpoint holds.
-
-    module     the payload: weights and normalisation statistics.
-    optimizer  Adam's moments by parameter name and the states of the random generators.
-    scalars    counters and the gradient scaler, as JSON.
-    """
-
-    module: Arrays
-    optimizer: Arrays
-    scalars: dict[str, Any]
 
 
 @dataclass(frozen=True)

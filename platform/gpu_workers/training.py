@@ -47,7 +47,8 @@ from vla_platform.gpu_workers.samples import (
     Columns,
     samples_of,
 )
-from vla_platform.gpu_workers.slots import Arrays, MixedPrecision, Slot, SlotConfig, SlotState
+from vla_platform.gpu_workers.slot_state import Arrays, MixedPrecision, SlotConfig, SlotState
+from vla_platform.gpu_workers.slots import Slot
 from vla_platform.gpu_workers.training_items import PolicyResult, TrainItem, TrainResult
 from vla_platform.settings import Settings
 from vla_storage.errors import CodedError

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-if TYPE_CHECKING:  # commands carry what slots are made from, and slots have ranks
-    from vla_platform.gpu_workers.ranks.commands import Command
+from vla_platform.gpu_workers.ranks.commands import Command
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vla_platform.gpu_workers.slots import SlotConfig
+from vla_platform.gpu_workers.slot_state import SlotConfig
 
 
 @dataclass(frozen=True, kw_only=True)

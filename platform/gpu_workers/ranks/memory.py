@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from vla_platform.errors import RankLostError
 from vla_platform.gpu_workers.ranks.base import Ranks
-
-if TYPE_CHECKING:
-    from vla_platform.gpu_workers.ranks.commands import Command
+from vla_platform.gpu_workers.ranks.commands import Command
 
 WAIT_S = 60.0
 T = TypeVar("T")

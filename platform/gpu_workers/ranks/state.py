@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_platform.gpu_workers.slots import SlotState
+from vla_platform.gpu_workers.slot_state import SlotState
 from vla_storage import tensors
 
 _MODULE, _OPTIMIZER = "module/", "optimizer/"

@@ -26,7 +26,7 @@ from vla_platform.gpu_workers.batch_rows import fetch_batch  # noqa: E402
 from vla_platform.gpu_workers.ranks.commands import Source  # noqa: E402
 from vla_platform.gpu_workers.ranks.leader import Team  # noqa: E402
 from vla_platform.gpu_workers.samples import ROW  # noqa: E402
-from vla_platform.gpu_workers.slots import SlotConfig  # noqa: E402
+from vla_platform.gpu_workers.slot_state import SlotConfig  # noqa: E402
 from vla_platform.gpu_workers.training import TrainingModelService, training_service  # noqa: E402
 from vla_platform.gpu_workers.training_items import TrainItem, TrainResult  # noqa: E402
 from vla_platform.rl.packing import RowMeta, assign  # noqa: E402

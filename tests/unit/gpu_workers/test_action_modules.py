@@ -10,7 +10,7 @@ from vla_platform.gpu_workers.action_modules.build import build_action_module
 from vla_platform.gpu_workers.algorithms.sft import Samples, sft_loss
 from vla_platform.gpu_workers.backbone import FeatureKind
 from vla_platform.gpu_workers.features import VLAFeature
-from vla_platform.gpu_workers.slots import SlotConfig
+from vla_platform.gpu_workers.slot_state import SlotConfig
 from vla_platform.specs import FlowMatchingModule, OFTModule
 
 OFT = OFTModule(chunk=5)

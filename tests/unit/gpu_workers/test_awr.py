@@ -25,7 +25,8 @@ from vla_platform.gpu_workers.algorithms.sft import Samples
 from vla_platform.gpu_workers.backbone import FeatureKind
 from vla_platform.gpu_workers.features import VLAFeature
 from vla_platform.gpu_workers.rollout_samples import weighted_samples
-from vla_platform.gpu_workers.slots import Slot, SlotState
+from vla_platform.gpu_workers.slot_state import SlotState
+from vla_platform.gpu_workers.slots import Slot
 from vla_platform.rl.advantages import Rows, discounted_returns, normalized
 from vla_platform.specs import AWRSpec
 

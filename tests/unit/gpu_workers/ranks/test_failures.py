@@ -20,7 +20,7 @@ from vla_platform.gpu_workers.ranks.memory import Meeting, MemoryRanks  # noqa: 
 from vla_platform.gpu_workers.ranks.state import PackedState  # noqa: E402
 from vla_platform.gpu_workers.ranks.telling import explained  # noqa: E402
 from vla_platform.gpu_workers.samples import ROW  # noqa: E402
-from vla_platform.gpu_workers.slots import SlotConfig  # noqa: E402
+from vla_platform.gpu_workers.slot_state import SlotConfig  # noqa: E402
 from vla_platform.gpu_workers.training import TrainingModelService  # noqa: E402
 from vla_platform.gpu_workers.training_items import TrainItem, TrainResult  # noqa: E402
 from vla_storage.errors import CodedError  # noqa: E402
