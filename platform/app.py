@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from celery import Celery
 
-from vla_platform.broker import environment_queues, queue
+from vla_platform.broker import DELIVERY, environment_queues, queue
 from vla_platform.control.startup import install_gates
 from vla_platform.settings import Settings, load_settings
 from vla_platform.stack.readiness import announce
@@ -46,22 +46,10 @@ TASK_MODULES = (
 def create_app(settings: Settings) -> Celery:
     app = Celery("vla", include=list(TASK_MODULES))
     own_queues = environment_queues(settings.harness, settings.role)
-    delivery = {
-        "visibility_timeout": 60,
-        "unacked_restore_interval": 1,
-        "unacked_restore_throttle": 1,
-        "unacked_mutex_expire": 10,  # who died while it restored holds up the others no longer
-        # A connection that falls silent without an error is noticed within 30 seconds, also where
-        # several of a worker do. What waits for a message is not under the first of these.
-        "socket_timeout": 8,
-        "health_check_interval": 8,
-        "socket_keepalive": True,
-        "queue_order_strategy": "priority",
-    }
     app.conf.update(
         broker_url=settings.redis_url,
         broker_transport="vla_platform.broker:Transport",
-        broker_transport_options=delivery,
+        broker_transport_options=DELIVERY,
         broker_connection_retry_on_startup=True,
         accept_content=["json"],
         task_serializer="json",

@@ -20,6 +20,23 @@ from kombu.transport import redis
 
 from vla_platform.failpoints import Failpoint, reach
 
+VISIBILITY_S = 60
+"""A message that is not acknowledged for so long is given to another worker. So nothing that is
+sent with a delay may wait for as long in a worker's memory: it would be done twice."""
+DELIVERY: dict[str, Any] = {
+    "visibility_timeout": VISIBILITY_S,
+    "unacked_restore_interval": 1,
+    "unacked_restore_throttle": 1,
+    "unacked_mutex_expire": 10,  # who died while it restored holds up the others no longer
+    # A connection that falls silent without an error is noticed within 30 seconds, also where
+    # several of a worker do. What waits for a message is not under the first of these.
+    "socket_timeout": 8,
+    "health_check_interval": 8,
+    "socket_keepalive": True,
+    "queue_order_strategy": "priority",
+}
+"""How the transport treats messages and connections."""
+
 INGRESS_PREFIX = "ingress."
 INGRESS_TASKS = {
     "ingress.submit": {"request_id", "spec", "key"},

@@ -75,14 +75,16 @@ def check_reward(reward: object) -> float:
 
 def plain_info(info: object) -> dict[str, Plain]:
     """What of a simulator's info may leave its process: a few plain values (B74)."""
-    if not isinstance(info, Mapping):
+    if type(info) is not dict and not isinstance(info, Mapping):
         return {}
     kept: dict[str, Plain] = {}
     for name, value in info.items():
         if not isinstance(name, str) or len(kept) == MAX_INFO:
             continue
         key = printable(name[:64])
-        if isinstance(value, (bool, np.bool_)):
+        if type(value) is bool:
+            kept[key] = value
+        elif isinstance(value, (bool, np.bool_)):
             kept[key] = bool(value)
         elif isinstance(value, (int, np.integer)) and -(2**63) <= value < 2**63:
             kept[key] = int(value)
@@ -107,6 +109,6 @@ def _numbers(what: str, values: object, shape: tuple[int, ...]) -> npt.NDArray[n
     if values.shape != shape:
         raise ValueError(f"{what} has shape {values.shape}, not {shape}")
     copied = np.array(values, np.float32)
-    if not np.isfinite(copied).all():
+    if not all(map(math.isfinite, copied.tolist())):
         raise ValueError(f"{what} is not finite")
     return copied

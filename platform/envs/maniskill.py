@@ -48,8 +48,9 @@ _SENTENCES = {
 
 
 class ManiSkillEnvironment(Environment):
-    """Observations: with pictures the state is joint positions and, where the robot has a tool
-    centre point, its pose (position in metres, quaternion wxyz); without, the task's full state.
+    """Observations, as the option says. `rgb`: pictures, and as state joint positions and, where
+    the robot has a tool centre point, its pose (position in metres, quaternion wxyz). `state`: the
+    task's full state, with joint velocities and the poses of what it is about. `rgb+state`: both.
 
     Equal seeds and actions give bit-equal trajectories with the option `repeatable`; without it, up
     to the first contact: the physics engine keeps traces of the episode before. A restored snapshot
@@ -59,7 +60,8 @@ class ManiSkillEnvironment(Environment):
 
     def __init__(self, name: str, options: ManiSkillOptions) -> None:
         self._name = name
-        self._pictures = options.observations == "rgb"
+        self._pictures = options.observations != "state"
+        self._full_state = options.observations != "rgb"
         self._repeatable = options.repeatable
         # Without gymnasium's wrappers: the session checks calls, and this class counts steps.
         self._env: Any = _make(name, options).unwrapped
@@ -151,12 +153,12 @@ class ManiSkillEnvironment(Environment):
         return Observation(images, self._state(seen), self._task)
 
     def _state(self, seen: Any) -> npt.NDArray[np.float32]:
-        if not self._pictures:
+        if self._full_state:
             return _numbers(seen)
         return np.concatenate([_numbers(part) for part in self._own_parts().values()])
 
     def _state_names(self, size: int) -> tuple[str, ...]:
-        if not self._pictures:
+        if self._full_state:
             return tuple(f"s{at}" for at in range(size))
         parts = {name: len(_numbers(part)) for name, part in self._own_parts().items()}
         return tuple(f"{name}_{at}" for name, count in parts.items() for at in range(count))

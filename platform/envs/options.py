@@ -41,7 +41,11 @@ class TabletopOptions(Spec):
 class ManiSkillOptions(Spec):
     """`maniskill/<task>`."""
 
-    observations: Literal["state", "rgb"] = Field("rgb", description="rgb has the state as well")
+    observations: Literal["state", "rgb", "rgb+state"] = Field(
+        "rgb",
+        description="rgb: pictures and the robot's own state; state: the task's full state, with "
+        "the poses of its objects; rgb+state: pictures and the task's full state",
+    )
     control_mode: (
         Literal[
             "pd_joint_delta_pos",

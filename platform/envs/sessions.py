@@ -106,7 +106,7 @@ class Session:
             terminated=last.terminated,
             truncated=last.truncated,
             success=bool(last.info.get("success", False)),
-            num_clipped=int(np.count_nonzero(clipped[:num])),
+            num_clipped=sum(clipped[:num]),
             info=last.info,
             frames=tuple(step.observation for step in steps) if every_frame else (),
         )

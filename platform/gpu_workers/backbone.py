@@ -32,6 +32,7 @@ from vla_platform.specs import canonical_json
 
 TINY = Path(__file__).parent.parent / "assets" / "tiny"
 TINY_RANDOM_SEED = 0
+_NO_CODE: dict[str, Any] = {"trust_remote_code": False}  # left out, it is asked for on a terminal
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types whose images enter as Qwen's flat patches."""
 
@@ -109,14 +110,14 @@ class Backbone:
         attention = attn_implementation or ("eager" if device.type == "cpu" else "sdpa")
         source = str(TINY) if name in ("tiny", "tiny-random") else name
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **_NO_CODE)
             processor = _image_processor(source)
             # Loaded in the wanted type, never cast: a cast would also round the rotary tables.
             model: Any = (
                 _random_model(source, dtype, attention)
                 if name == "tiny-random"
                 else transformers.AutoModelForImageTextToText.from_pretrained(
-                    source, dtype=dtype, attn_implementation=attention
+                    source, dtype=dtype, attn_implementation=attention, **_NO_CODE
                 )
             )
         except (OSError, ValueError) as error:
@@ -281,11 +282,11 @@ def use_linear_patch_embedding(model: Any) -> None:
 
 def _image_processor(source: str) -> Any:
     kind: Any = transformers.AutoImageProcessor
-    return kind.from_pretrained(source)
+    return kind.from_pretrained(source, **_NO_CODE)
 
 
 def _random_model(source: str, dtype: torch.dtype, attention: str) -> Any:
-    config = transformers.AutoConfig.from_pretrained(source)
+    config = transformers.AutoConfig.from_pretrained(source, **_NO_CODE)
     with torch.random.fork_rng():
         torch.manual_seed(TINY_RANDOM_SEED)
         kind: Any = transformers.AutoModelForImageTextToText

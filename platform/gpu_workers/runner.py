@@ -105,6 +105,8 @@ class TrainingRunner:
                     reach(Failpoint.AFTER_LEDGER_CLAIM)
                     done += self.train(jobs)
                     groups += 1
+                elif self._compute_stages(end):
+                    continue  # what its advantages make ready is waited for
                 elif not ledger.wait_for_ready(self._base_model, timeout_s=0.2) and groups == 0:
                     break
         finally:
@@ -220,22 +222,25 @@ class TrainingRunner:
     def compute_stages(self) -> int:
         """What jobs of this base model need before their advantages: a teacher's scores, the
         actor's forward. Returns how many were done."""
-        done = 0
-        end = time.monotonic() + self._services.settings.slice_s
         with self._training, self._sound():
-            for stage in STAGES:
-                while time.monotonic() < end and not self._stopping.is_set():
-                    job = self._services.ledger.lease_stage(
-                        stage,
-                        self.worker,
-                        lease_s=self._services.settings.lease_s,
-                        base_model=self._base_model,
-                    )
-                    if job is None:
-                        break
-                    if not self._stages.compute(stage, job):
-                        return done  # a service is down: others' training goes on meanwhile
-                    done += 1
+            return self._compute_stages(time.monotonic() + self._services.settings.slice_s)
+
+    def _compute_stages(self, end: float) -> int:
+        done = 0
+        for stage in STAGES:
+            while time.monotonic() < end and not self._stopping.is_set():
+                job = self._services.ledger.lease_stage(
+                    stage,
+                    self.worker,
+                    lease_s=self._services.settings.lease_s,
+                    base_model=self._base_model,
+                )
+                if job is None:
+                    break
+                if not self._stages.compute(stage, job):
+                    self._stopping.wait(1.0)  # a service is down: others' training goes on
+                    return done
+                done += 1
         return done
 
     def _algorithm(self, job: TrainingJob) -> AlgorithmSpec:

@@ -8,6 +8,7 @@ from typing import Any
 from celery import Task, shared_task
 
 from vla_platform import work
+from vla_platform.broker import VISIBILITY_S
 from vla_platform.control import evaluations, schedule_firings
 from vla_platform.control.leases import Keeper, alone
 from vla_platform.control.services import services
@@ -26,13 +27,20 @@ def run(self: Task, **asked: Any) -> dict[str, Any]:
     found = services()
     tenant, evaluation_id = asked["tenant"], asked["evaluation_id"]
     lease_s = found.settings.lease_s
+    again_s = pause_s(lease_s)
     with alone(found.ledger, f"{tenant}/evaluations/{evaluation_id}", lease_s=lease_s) as keeper:
         if keeper is None:
-            raise self.retry(countdown=lease_s)
+            raise self.retry(countdown=again_s)
         try:
             return play(keeper, **asked)
         except LeaseLostError as error:
-            raise self.retry(countdown=lease_s, exc=error) from error
+            raise self.retry(countdown=again_s, exc=error) from error
+
+
+def pause_s(lease_s: float) -> float:
+    """How long a message waits in a worker's memory to be tried again: a lease, but never so long
+    that the broker takes it for abandoned and gives it to a second worker."""
+    return min(lease_s, VISIBILITY_S / 4)
 
 
 def play(

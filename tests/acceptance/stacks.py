@@ -19,12 +19,14 @@ from vla_platform.cli.tenants import Operator, operator
 from vla_platform.client import Run
 from vla_platform.datasets.recording import make_demonstrations
 from vla_platform.envs.tabletop import Tabletop
-from vla_platform.stack import operate
+from vla_platform.stack import operate, supervisor
 from vla_platform.stack.roles import ROLES, Role, environment_roles
 from vla_storage.checkpoint_types import MODULE
 
 RANDOM = {"VLA_BASE_MODELS": "tiny=tiny-random"}
 """The base model with random weights: nothing to load, and nothing general to learn."""
+WORKERS = tuple(role for role in ROLES if role.name in ("control", "sft", "gpu", "beat"))
+"""Who does a run's work: all but those that watch."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,15 @@ def started(
         with operator(var) as admin:
             yield Stack(var, data, admin)
     finally:
+        daemon = supervisor.daemon(var.resolve())
+        if daemon is not None:
+            daemon.kill()  # its data go with the folder: no need for the seconds of a warm stop
         operate.down(var)
 
 
-def with_tabletop(folder: Path) -> tuple[Role, ...]:
-    """All roles and an environment host, for `started(folder)`."""
-    return (*ROLES, *environment_roles(1, {"tabletop": 1.0}, folder / "var"))
+def with_tabletop(folder: Path, roles: Iterable[Role] = ROLES) -> tuple[Role, ...]:
+    """These and an environment host, for `started(folder)`."""
+    return (*roles, *environment_roles(1, {"tabletop": 1.0}, folder / "var"))
 
 
 def demonstrate(folder: Path, *, episodes: int) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import redis
 
-from tests.acceptance.stacks import RANDOM, demonstrate, losses, sft, started
+from tests.acceptance.stacks import RANDOM, WORKERS, demonstrate, losses, sft, started
 from tests.conftest import running
 from tests.proxy import Proxy
 from tests.waiting import wait_until
@@ -81,9 +81,10 @@ def tenant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenant]:
     demonstrate(folder, episodes=8)
     broker = ControlRedis(folder / "redis")
     proxy = Proxy(broker.url)
+    environment = {**RANDOM, "VLA_REDIS_URL": proxy.url}
     try:
         with (
-            started(folder, environment={**RANDOM, "VLA_REDIS_URL": proxy.url}) as stack,
+            started(folder, environment=environment, roles=WORKERS) as stack,
             Platform(stack.admin.add("a")) as platform,
         ):
             found = Tenant(broker, proxy, platform)

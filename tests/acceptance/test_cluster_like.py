@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,24 @@ def test_a_run_trains_there_and_a_dead_worker_costs_nothing(
 ) -> None:
     steps = [event["step"] for event in trained.metrics() if event["kind"] == "step"]
     assert list(range(1, STEPS + 1)) == steps
+
+
+def test_a_short_run_starts_while_a_long_one_trains_pf10(
+    stack: tuple[Path, Operator, Platform], trained: Run
+) -> None:
+    """A worker leases a group at a time and hoards nothing beyond it."""
+    _, _, platform = stack
+    asked = {"kind": "sft", "dataset": trained.spec()["dataset"], "batch_size": 4}
+    long = platform.submit({**asked, "policy": "long", "steps": 100_000})
+    wait_until(lambda: long.status().step >= 5)
+    submitted = time.monotonic()
+    short = platform.submit({**asked, "policy": "short", "steps": 3})
+    wait_until(lambda: short.status().step >= 1)
+    started_s = time.monotonic() - submitted
+    assert short.result(timeout_s=120).step == 3
+    assert long.status().state == "running"
+    assert long.cancel() == "cancelled"
+    assert started_s < 20  # the promise is 2 s; eighteen processes on two cores take their time
 
 
 def test_f74_watchers_come_back_and_tell_the_truth(

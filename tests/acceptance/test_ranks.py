@@ -10,6 +10,7 @@ import pytest
 
 from tests.acceptance.stacks import (
     RANDOM,
+    WORKERS,
     Stack,
     at_step,
     demonstrate,
@@ -18,6 +19,7 @@ from tests.acceptance.stacks import (
     started,
     with_tabletop,
 )
+from tests.waiting import wait_until
 from vla_platform.client import Platform, Run
 
 STEPS, UPDATES = 60, 3
@@ -31,9 +33,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("ranks")
     demonstrate(folder, episodes=6)
     environment = {**RANDOM, "VLA_TRAINING_RANKS": "2"}
-    with started(folder, environment=environment, roles=with_tabletop(folder)) as found:
+    with started(folder, environment=environment, roles=with_tabletop(folder, WORKERS)) as found:
         yield found
-    assert followers_of(found.var) == []
+    wait_until(lambda: followers_of(found.var) == [], timeout_s=10)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 from tests.acceptance.recorded import offline, write_mixed
 from tests.acceptance.stacks import (
     RANDOM,
+    WORKERS,
     Stack,
     at_step,
     demonstrate,
@@ -38,7 +39,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     demonstrate(folder, episodes=6)
     write_mixed(folder / "data" / "mixed")
     with (
-        started(folder, environment=RANDOM, roles=with_tabletop(folder)) as found,
+        started(folder, environment=RANDOM, roles=with_tabletop(folder, WORKERS)) as found,
         Platform(found.admin.add("a")) as a,
         Platform(found.admin.add("b")) as b,
     ):

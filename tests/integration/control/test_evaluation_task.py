@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Process
+from vla_platform.broker import DELIVERY
 from vla_platform.control import usage
 from vla_platform.control.evaluations import Outstanding, evaluations_key
 from vla_platform.envs import worker
@@ -77,3 +78,10 @@ def test_who_lost_its_claim_stops_after_the_episode_and_comes_again(
     assert played == ["begun", "begun"]
     assert simulator_s(some) == 3.0
     assert "failed" not in [event.values.get("state") for event in some.emitter.events]
+
+
+@pytest.mark.parametrize("lease_s", [0.2, 10.0, 600.0])
+def test_what_is_tried_again_later_waits_for_less_than_the_brokers_patience_pf01(
+    lease_s: float,
+) -> None:
+    assert evaluation.pause_s(lease_s) == min(lease_s, 15.0) < DELIVERY["visibility_timeout"]

@@ -47,6 +47,19 @@ def main() -> dict[str, Any]:
     same = session("PushCube-v1", **EXPERT, repeatable=True)
     runs = [solve(same, 5)[2], solve(same, 3)[2], solve(same, 5)[2]]
     found["deterministic"] = runs[0] == runs[2]
+    both = session("PushCube-v1", **{**EXPERT, "observations": "rgb+state"}, image_size=64)
+    robot = session("PushCube-v1", **{**EXPERT, "observations": "rgb"}, image_size=64)
+    seen = {name: one.reset(5) for name, one in
+            (("state", push), ("rgb+state", both), ("rgb", robot))}  # fmt: skip
+    found["observations"] = {
+        "state_names": both.info.state_names == push.info.state_names,
+        "equal_states": np.array_equal(seen["rgb+state"].state, seen["state"].state),
+        "equal_pictures": np.array_equal(
+            seen["rgb+state"].images["base_camera"], seen["rgb"].images["base_camera"]
+        ),
+        "state_dims": [len(seen[name].state) for name in ("state", "rgb+state", "rgb")],
+        "cameras": [sorted(seen[name].images) for name in ("state", "rgb+state", "rgb")],
+    }
     found["starts"] = len({push.reset(seed).state.tobytes() for seed in range(20)})
     push.reset(1)
     found["truncates"] = [

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from vla_platform.errors import BackboneChangedError, ModuleLoadError
-from vla_platform.gpu_workers.backbone import Backbone, FeatureKind, digest_of
+from vla_platform.gpu_workers.backbone import TINY, Backbone, FeatureKind, digest_of
 from vla_platform.gpu_workers.canonical import CanonicalBatch, Row
 
 ALL = frozenset(FeatureKind)
@@ -107,3 +111,26 @@ def test_loading_leaves_the_global_generator_alone() -> None:
 def test_an_unknown_base_model_is_named() -> None:
     with pytest.raises(ModuleLoadError, match="'/nowhere/model'"):
         Backbone.load("/nowhere/model")
+
+
+@pytest.mark.parametrize("model_type", ["own", "qwen3_vl"])
+def test_code_that_comes_with_a_base_model_is_never_run_b58(
+    tmp_path: Path, model_type: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that names its own classes, as `trust_remote_code` would run them."""
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(TINY, folder)
+    code = f"from pathlib import Path\nPath({str(ran)!r}).touch()\nclass Own: pass\n"
+    (folder / "own.py").write_text(code)
+    names = ("AutoConfig", "AutoModelForImageTextToText", "AutoTokenizer", "AutoImageProcessor")
+    own = {"auto_map": {name: "own.Own" for name in names}, "model_type": model_type}
+    for file in ("config.json", "tokenizer_config.json", "preprocessor_config.json"):
+        found = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**found, **own}))
+    if model_type == "own":
+        with pytest.raises(ModuleLoadError, match="custom code"):
+            Backbone.load(str(folder))
+    else:
+        assert Backbone.load(str(folder)).digest == Backbone.load("tiny").digest
+    assert not ran.exists()
+    assert "[y/N]" not in capsys.readouterr().out  # nobody sits at a worker
