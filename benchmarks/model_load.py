@@ -8,7 +8,7 @@ import numpy as np
 
 from vla_platform.datasets.statistics import Statistics
 from vla_platform.gpu_workers.backbone import Backbone
-from vla_platform.gpu_workers.slots import SlotConfig
+from vla_platform.gpu_workers.slot_state import SlotConfig
 from vla_platform.schema import Schema
 from vla_platform.specs import AdamWSpec, OFTModule
 

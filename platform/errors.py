@@ -15,7 +15,9 @@ CodedError (vla_storage.errors)
     ├── SimulatorError            worker: an environment failed; its session is lost, no other
     ├── UnsoundWorkerError        worker: its numbers cannot be trusted any more; it is restarted
     │   ├── BackboneChangedError  worker: the frozen base model is not what was loaded
-    │   └── DeviceLostError       worker: the accelerator fails whatever comes next
+    │   ├── DeviceLostError       worker: the accelerator fails whatever comes next
+    │   └── RankLostError         worker: a process of its training has died, hangs or differs
+    ├── RankFailedError           worker: another rank could not do its part; that one says why
     ├── WorkloadFailedError       client: the run ended in `failed`; carries the reason
     ├── WorkloadCancelledError    client: the run ended in `cancelled` (user)
     ├── ResultTimeoutError        client: not finished in time; the run goes on; retry helps
@@ -63,6 +65,8 @@ __all__ = [
     "PoisonError",
     "QueueFullError",
     "QuotaError",
+    "RankFailedError",
+    "RankLostError",
     "RequestError",
     "ResultTimeoutError",
     "SimulatorError",
@@ -164,6 +168,19 @@ class DeviceLostError(UnsoundWorkerError):
     """The accelerator's context is broken: whatever comes next fails on it, whoever asks."""
 
     code = "device_lost"
+
+
+class RankLostError(UnsoundWorkerError):
+    """The ranks of this worker no longer train together: one is gone, late, or has other numbers
+    than the rest."""
+
+    code = "rank_lost"
+
+
+class RankFailedError(PlatformError):
+    """What a rank raises that is well itself; rank 0 puts the other's own error in its place."""
+
+    code = "rank_failed"
 
 
 class WorkloadFailedError(PlatformError):

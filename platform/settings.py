@@ -46,6 +46,9 @@ class Settings(BaseModel):
         "tiny", description="what a GPU worker serves: `name` or `name=hub-id-or-path`, by comma"
     )
     device: str = Field("auto", description="auto | cpu | cuda")
+    training_ranks: int = Field(
+        1, ge=1, description="processes of a GPU worker that train together, a device each"
+    )
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
     feature_cache_bytes: int = Field(512 << 20, ge=0, description="0 switches the cache off")
     update_tokens: int = Field(

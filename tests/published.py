@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.prepared import Prepared, prepared_key
-from vla_platform.gpu_workers.slots import SlotConfig
+from vla_platform.gpu_workers.slot_state import SlotConfig
 from vla_platform.gpu_workers.weights import Weights
 from vla_storage.checkpoints import Checkpoint, CheckpointHeader, CheckpointStore
 from vla_storage.manifests import Lineage

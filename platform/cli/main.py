@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import asdict
@@ -78,6 +79,14 @@ def up(
     env_shares: Annotated[
         str, typer.Option(help="each harness's share of the hosts", envvar="VLA_ENV_SHARES")
     ] = "tabletop=1",
+    training_ranks: Annotated[
+        int,
+        typer.Option(
+            help="processes of each GPU worker that train together, a device each",
+            min=1,
+            envvar="VLA_TRAINING_RANKS",
+        ),
+    ] = 1,
     timeout_s: Annotated[float, typer.Option(help="give up after this long")] = 180.0,
 ) -> None:
     """Start the platform on this machine and wait until every process is ready."""
@@ -93,6 +102,7 @@ def up(
     info = start(
         var,
         roles=(*profile.roles, *hosts),
+        environment={**os.environ, "VLA_TRAINING_RANKS": str(training_ranks)},
         dataset_roots=roots,
         timeout_s=timeout_s,
         on_progress=progress_line,

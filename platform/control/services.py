@@ -40,12 +40,7 @@ class Services:
 
 def connect(settings: Settings) -> Services:
     ledger = Ledger.connect(settings.redis_url)
-    objects = S3ObjectStore(
-        settings.s3_bucket,
-        endpoint=settings.s3_endpoint,
-        access_key=settings.s3_access_key,
-        secret_key=settings.s3_secret_key,
-    )
+    objects = object_store(settings)
     return Services(
         settings=settings,
         ledger=ledger,
@@ -53,6 +48,15 @@ def connect(settings: Settings) -> Services:
         payloads=payload_store(settings, objects),
         payload_clients=payload_clients(settings.payload_url),
         emitter=Emitter(ledger.client),
+    )
+
+
+def object_store(settings: Settings) -> S3ObjectStore:
+    return S3ObjectStore(
+        settings.s3_bucket,
+        endpoint=settings.s3_endpoint,
+        access_key=settings.s3_access_key,
+        secret_key=settings.s3_secret_key,
     )
 
 

@@ -14,10 +14,11 @@ from vla_platform.control.services import services
 from vla_platform.errors import ConfigurationError
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.device import DeviceTurns
-from vla_platform.gpu_workers.feature_cache import FeatureCache
-from vla_platform.gpu_workers.runner import TrainingRunner
+from vla_platform.gpu_workers.ranks.base import Alone
+from vla_platform.gpu_workers.ranks.leader import Team
+from vla_platform.gpu_workers.runner import TrainingRunner, end_process
 from vla_platform.gpu_workers.serving import InferenceServer
-from vla_platform.gpu_workers.training import TrainingModelService, use_one_thread
+from vla_platform.gpu_workers.training import training_service, use_one_thread
 from vla_platform.gpu_workers.utilisation import UtilisationReport
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ def runner(base_model: str) -> TrainingRunner:
 class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
     """Loads at worker start; at shutdown, answers what waits and publishes what is staged."""
 
+    _team: Team | None = None
+
     def start(self, parent: Any) -> None:
         settings = services().settings
         device = settings.device
@@ -48,20 +51,26 @@ class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
             use_one_thread()
         services().ledger.load()
         turns = DeviceTurns()  # one device, whatever is on it
+        num_ranks = settings.training_ranks if settings.does("training") else 1
+        devices = device if num_ranks == 1 else f"{device} x {num_ranks}"
         self._report = UtilisationReport(
-            services(), turns, functools.partial(_state_of, str(parent.hostname), device)
+            services(), turns, functools.partial(_state_of, str(parent.hostname), devices)
         )
-        for name, source in settings.served_models().items():
-            backbone = Backbone.load(source, device=device)
+        if num_ranks > 1:
+            # They load while we do.
+            self._team = Team(
+                settings, device=device, on_lost=functools.partial(end_process, "rank_lost")
+            )
+        backbones = {
+            name: Backbone.load(source, device=device)
+            for name, source in settings.served_models().items()
+        }
+        if self._team is not None:
+            self._team.meet({name: backbone.digest for name, backbone in backbones.items()})
+        for name, backbone in backbones.items():
             if settings.does("training"):
-                size = settings.feature_cache_bytes
-                service = TrainingModelService(
-                    backbone,
-                    cache=FeatureCache(size) if size else None,
-                    mixed_precision=settings.mixed_precision,
-                    max_tokens=settings.update_tokens,
-                    between=turns.pause,
-                )
+                ranks = Alone() if self._team is None else self._team.ranks(name)
+                service = training_service(backbone, settings, ranks, between=turns.pause)
                 _runners[name] = TrainingRunner(services(), service, base_model=name, turns=turns)
             services().ledger.register_base_model(name, backbone.facts())
             if settings.does("inference"):
@@ -82,6 +91,8 @@ class ModelStep(bootsteps.StartStopStep):  # type: ignore[misc]
             server.stop()
         for one in _runners.values():
             one.close()
+        if self._team is not None:
+            self._team.close()
 
 
 def _state_of(worker: str, device: str) -> dict[str, str | int]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 import torch
+
+from vla_platform.errors import DeviceLostError
 
 DEFAULT_PATIENCE_S = 0.25
 
@@ -112,3 +114,18 @@ def is_alive(device: torch.device) -> bool:
         return float(torch.ones(1, device=device).sum()) == 1.0
     except RuntimeError:
         return False
+
+
+class DeviceCheck:
+    """Tells a broken device from what is wrong with somebody's data."""
+
+    def __init__(
+        self, device: torch.device, is_alive: Callable[[torch.device], bool] = is_alive
+    ) -> None:
+        self._device = device
+        self._is_alive = is_alive
+
+    def __call__(self, error: Exception) -> None:
+        """Raise `DeviceLostError` where `error` is nobody's fault, for the device is broken."""
+        if not self._is_alive(self._device):
+            raise DeviceLostError(f"the device is lost: {error}") from error

@@ -21,9 +21,10 @@ from vla_platform.control.workloads import load_spec
 from vla_platform.gpu_workers.canary import CanaryProbe
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.publication import CheckpointPublisher, Mounted
-from vla_platform.gpu_workers.rollout_training import MISFITS
-from vla_platform.gpu_workers.slots import Slot, SlotConfig, SlotState
+from vla_platform.gpu_workers.slot_state import SlotConfig, SlotState
+from vla_platform.gpu_workers.slots import Slot
 from vla_platform.gpu_workers.training import TrainingModelService
+from vla_platform.gpu_workers.training_items import MISFITS
 from vla_platform.specs import DEFAULT_EVERY_STEPS, RLSpec, SFTSpec, WorkloadSpec
 from vla_storage.errors import CodedError
 
@@ -153,8 +154,7 @@ class MountedPolicies:
             evaluations.begin_if_due(self._services, tenant, job.workload, spec, found.manifest)
         else:
             params = store.load(spec.init_from).module if spec.init_from else None
-            slot = self._service.mount(config, params=params)
-            slot.policy_version = job.base_version
+            self._service.mount(config, params=params, policy_version=job.base_version)
         self._mounted[job.policy_key] = Mounted(spec, prepared, job, parent=parent, saved_step=step)
         _log.info(
             "action=slot_mounted policy=%s step=%d worker=%s", job.policy_key, step, self._worker
@@ -180,6 +180,7 @@ class MountedPolicies:
 
     def _save(self, slot: Slot, mounted: Mounted, job: TrainingJob, *, position: int) -> None:
         with work.on_job("save", job):
+            self._service.check_ranks(job.policy_key)  # what they differ in is not published
             canary = None
             try:
                 with self._turns.training():

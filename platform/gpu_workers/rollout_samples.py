@@ -20,7 +20,7 @@ from vla_platform.gpu_workers.algorithms.policy_gradient import PolicySamples
 from vla_platform.gpu_workers.algorithms.ppo import RolloutSamples
 from vla_platform.gpu_workers.algorithms.sft import Samples
 from vla_platform.gpu_workers.features import FeatureEncoder, stack_features
-from vla_platform.gpu_workers.samples import reads_state, rows_of
+from vla_platform.gpu_workers.samples import ROW, reads_state, rows_of
 from vla_platform.schema import Schema
 from vla_platform.specs import AlgorithmSpec, AWRSpec
 
@@ -32,8 +32,6 @@ WEIGHTED_COLUMNS = ("actions", "advantages", "trained", "state", "is_transition"
 WEIGHTED_OPTIONAL = ("returns", "feature")
 ACTOR_COLUMNS = ("latent", "state", "is_transition", "next_row", "terminated", "feature")
 """What the actor's forward reads, beside the fallback."""
-ROW = "row"
-"""Which row of the partition each one is, where only some were fetched."""
 FALLBACK_COLUMNS = ("images", "frame_digest", "prompt", "state")
 """What the rows are encoded from where no features were kept."""
 

@@ -13,7 +13,7 @@ from vla_platform.control.prepared import Prepared
 from vla_platform.control.services import Services
 from vla_platform.control.states import DropReason
 from vla_platform.control.training_job import SAMPLES_TTL_S, TrainingJob
-from vla_platform.errors import LeaseLostError, PlatformError, UnsoundWorkerError
+from vla_platform.errors import DataError, LeaseLostError, PlatformError, UnsoundWorkerError
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.distillation import (
     STUDENT_COLUMNS,
@@ -21,16 +21,18 @@ from vla_platform.gpu_workers.distillation import (
     teacher_log_probs,
 )
 from vla_platform.gpu_workers.normalization import Normalizer
+from vla_platform.gpu_workers.ranks.commands import Source
 from vla_platform.gpu_workers.rollout_samples import (
     ACTOR_COLUMNS,
     FALLBACK_COLUMNS,
-    ROW,
     columns_of,
 )
+from vla_platform.gpu_workers.samples import ROW
 from vla_platform.gpu_workers.slots import Slot
 from vla_platform.gpu_workers.teachers import Teachers
-from vla_platform.gpu_workers.training import PolicyResult, TrainingModelService
-from vla_platform.rl.packing import accepted, assign
+from vla_platform.gpu_workers.training import TrainingModelService
+from vla_platform.gpu_workers.training_items import MISFITS, PolicyResult, TrainItem
+from vla_platform.rl.packing import RowMeta, accepted, assign
 from vla_platform.rl.rewards import TEACHER_LOG_PROB
 from vla_platform.specs import AlgorithmSpec, TeacherSpec
 from vla_storage.errors import CodedError, PayloadError, PayloadNotFoundError
@@ -38,8 +40,6 @@ from vla_storage.payloads.columns import ColumnInfo
 
 PLANNING_COLUMNS = ("is_transition", "trained")
 """What decides which rows are read at all."""
-MISFITS = (RuntimeError, ValueError, TypeError, KeyError, IndexError)
-"""What arrays of the wrong shape or kind raise, somewhere in torch or numpy."""
 _log = logging.getLogger(__name__)
 
 
@@ -54,32 +54,48 @@ class RolloutTraining:
         self._turns = turns
         self._teachers = Teachers(services, service.backbone)
 
-    def fetch(self, job: TrainingJob, algorithm: AlgorithmSpec) -> dict[str, Any]:
+    def fetch(self, job: TrainingJob, algorithm: AlgorithmSpec) -> TrainItem:
         """What an update reads: its columns, and of them the rows that train something; pixels and
-        features of rejected groups stay where they are.
+        features of rejected groups stay where they are, and what other ranks train, too.
 
         Raises `LeaseLostError` where the samples are lost: the job is dropped, and another rollout
         takes its place.
         """
         there = self._described(job)
         wanted = columns_of(algorithm)
-        if not set(PLANNING_COLUMNS) <= there.keys():
-            return self._read(job, there, wanted)  # a tenant's own rows, to be refused by name
+        num_ranks = self._service.ranks.num_ranks
+        if not set(PLANNING_COLUMNS) <= there.keys():  # a tenant's own rows, to be refused by name
+            if num_ranks > 1:
+                missing = sorted(set(PLANNING_COLUMNS) - there.keys())[0]
+                raise DataError(f"column {missing!r} is missing", column=missing)
+            return TrainItem(job.policy_key, self._read(job, there, wanted))
         told = self._read(job, there, PLANNING_COLUMNS)
         # Where no features were kept, rows count alike.
         kept = there.get("feature")
         tokens = [1] * len(told["trained"]) if kept is None else [one[0] for one in kept.shapes]
-        planned = accepted(told["is_transition"], told["trained"], tokens)
-        # One rank trains them all; which rows it reads is settled before it reads them.
-        rows = [one.row for one in assign(planned, num_ranks=1)[0]]
-        rows = rows or np.flatnonzero(told["is_transition"]).tolist()
-        return {**self._read(job, there, wanted, rows), ROW: np.array(rows, np.int64)}
+        planned = accepted(told["is_transition"], told["trained"], tokens) or [
+            RowMeta(row=row, tokens=tokens[row])
+            for row in np.flatnonzero(told["is_transition"]).tolist()
+        ]
+        if not planned:
+            raise DataError("the rollout has no decision", column="is_transition")
+        # Who trains which rows is settled before any of them is read.
+        shares = [tuple(one.row for one in mine) for mine in assign(planned, num_ranks=num_ranks)]
+        columns = self._read(job, there, wanted, list(shares[0]))
+        source = Source(
+            partition_id=job.partition_id,
+            tenant_id=job.tenant_id,
+            columns=tuple(columns),
+            rows=tuple(shares),
+        )
+        columns[ROW] = np.array(shares[0], np.int64)
+        return TrainItem(job.policy_key, columns, source=source)
 
-    def update(self, job: TrainingJob, columns: dict[str, Any]) -> PolicyResult | CodedError:
+    def update(self, job: TrainingJob, item: TrainItem) -> PolicyResult | CodedError:
         """One update of the mounted policy. What is wrong with the rows is their tenant's error."""
         try:
             with self._turns.training():
-                return self._service.train_policy(job.policy_key, columns)
+                return self._service.train_policy(item.policy_key, item.columns, source=item.source)
         except UnsoundWorkerError:
             raise
         except CodedError as error:
@@ -161,13 +177,17 @@ class RolloutTraining:
             payloads = self._services.payloads
             return dict(payloads.get(job.partition_id, job.tenant_id, sorted(wanted), rows))
 
+    def lost(self, job: TrainingJob, error: PayloadError) -> None:
+        """The samples are gone: the job is dropped, and another rollout takes its place."""
+        _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
+        self._services.ledger.drop(job, DropReason.SAMPLES_LOST)
+
     @contextmanager
     def _lost_is_dropped(self, job: TrainingJob) -> Iterator[None]:
         try:
             yield
         except PayloadError as error:
-            _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
-            self._services.ledger.drop(job, DropReason.SAMPLES_LOST)
+            self.lost(job, error)
             raise LeaseLostError(f"the samples of {job.job_id} are lost") from error
 
 

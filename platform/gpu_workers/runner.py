@@ -23,21 +23,24 @@ from vla_platform.control.services import Services
 from vla_platform.control.training_job import TrainingJob
 from vla_platform.errors import LedgerError, UnsoundWorkerError
 from vla_platform.failpoints import Failpoint, reach
+from vla_platform.gpu_workers.batch_rows import fetch_batch
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.mounted_policies import MountedPolicies
 from vla_platform.gpu_workers.rollout_stages import STAGES, RolloutStages
-from vla_platform.gpu_workers.rollout_training import MISFITS, RolloutTraining, misfit
-from vla_platform.gpu_workers.training import (
-    PolicyResult,
-    TrainingModelService,
-    TrainItem,
-    TrainResult,
-)
+from vla_platform.gpu_workers.rollout_training import RolloutTraining, misfit
+from vla_platform.gpu_workers.training import TrainingModelService
+from vla_platform.gpu_workers.training_items import MISFITS, PolicyResult, TrainItem, TrainResult
 from vla_platform.metrics.events import Event
 from vla_platform.specs import AlgorithmSpec, RLSpec, SFTSpec
 from vla_storage.errors import CodedError, PayloadError
 
 _log = logging.getLogger(__name__)
+
+
+def end_process(why: str, reason: object) -> NoReturn:
+    """Leases run out, and whoever started this process starts it anew."""
+    _log.critical("action=%s reason=%s", why, reason)
+    os._exit(os.EX_SOFTWARE)
 
 
 class TrainingRunner:
@@ -83,11 +86,7 @@ class TrainingRunner:
         try:
             yield
         except UnsoundWorkerError as error:
-            self._end_process(error.code, error)
-
-    def _end_process(self, why: str, reason: object) -> NoReturn:
-        _log.critical("action=%s reason=%s", why, reason)
-        os._exit(os.EX_SOFTWARE)
+            end_process(error.code, error)
 
     def _drain(self) -> dict[str, Any]:
         done = groups = 0
@@ -133,16 +132,14 @@ class TrainingRunner:
 
     def _train(self, jobs: list[TrainingJob]) -> int:
         ready: list[tuple[TrainingJob, TrainItem]] = []
-        rollouts: list[tuple[TrainingJob, dict[str, Any]]] = []
+        rollouts: list[tuple[TrainingJob, TrainItem]] = []
         leased_s = time.time()
         for job in jobs:
             work.over("queue_wait", job, leased_s - job.queue_wait_ms / 1000, leased_s)
             with work.on_job("fetch", job):
                 found = self._prepare(job)
-            if isinstance(found, TrainItem):
-                ready.append((job, found))
-            elif found is not None:
-                rollouts.append((job, found))
+            if found is not None:
+                (rollouts if job.task_type == "rl" else ready).append((job, found))
         train = [pair for pair in ready if pair[0].domain == Domain.TRAIN]
         begun_s = time.time()
         with self._turns.training():
@@ -163,9 +160,9 @@ class TrainingRunner:
                 done += self._settle(job, self._heldout(item), kind="heldout")
         return done
 
-    def _prepare(self, job: TrainingJob) -> TrainItem | dict[str, Any] | None:
-        """A leased job's policy in its slot, and its data: an item of a group, or the columns of a
-        rollout. None: it is dropped, failed or postponed, and that is on record."""
+    def _prepare(self, job: TrainingJob) -> TrainItem | None:
+        """A leased job's policy in its slot, and its data. None: it is dropped, failed or
+        postponed, and that is on record."""
         try:
             if not self._policies.hold(job):
                 return None
@@ -178,12 +175,35 @@ class TrainingRunner:
         except MISFITS as error:
             self._service.check_device(error)
             self._fail(job, misfit(job, error))
+        except UnsoundWorkerError:
+            raise
         except CodedError as error:
-            if error.retryable:
-                self._postpone(job, error)
-            else:
-                self._fail(job, error)
+            self._refuse(job, error)
         return None
+
+    def _refuse(self, job: TrainingJob, error: CodedError) -> None:
+        """What a job was not trained for, on whatever rank."""
+        if isinstance(error, PayloadError):
+            self._lost(job, error)
+        elif error.retryable:
+            self._postpone(job, error)
+        else:
+            self._fail(job, error)
+
+    def _lost(self, job: TrainingJob, error: PayloadError) -> None:
+        """The samples are gone: they are produced again."""
+        try:
+            if job.task_type == "rl":
+                self._rollouts.lost(job, error)
+                return
+            _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
+            slot = self._service.slot(job.policy_key)
+            self._services.ledger.rewind(
+                job, position=job.position, step=slot.step, samples_lost=True
+            )
+        except LedgerError as refused:
+            _log.warning("action=job_dropped job=%s reason=%s", job.job_id, refused)
+            self._policies.forget(job.policy_key)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Warm shutdown: what was trained since the last checkpoint is saved, slots go back.
@@ -191,7 +211,7 @@ class TrainingRunner:
         The running group ends first; another worker goes on where this one stops.
         """
         self._stopping.set()
-        with self._training:
+        with self._training, self._sound():
             self._policies.save_progress()
         self._policies.close(timeout_s)
         self._rollouts.close()
@@ -228,19 +248,15 @@ class TrainingRunner:
         assert isinstance(spec, RLSpec)
         return spec.algorithm
 
-    def _fetch(self, job: TrainingJob) -> TrainItem | None:
-        mounted = self._policies[job.policy_key]
-        try:
-            columns = self._services.payloads.arrays(job.partition_id, job.tenant_id)
-        except PayloadError as error:
-            _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
-            slot = self._service.slot(job.policy_key)
-            self._services.ledger.rewind(
-                job, position=job.position, step=slot.step, samples_lost=True
-            )
-            return None
-        assert isinstance(mounted.spec, SFTSpec)
-        return TrainItem(job.policy_key, columns, mounted.spec.gradient_accumulation)
+    def _fetch(self, job: TrainingJob) -> TrainItem:
+        spec = self._policies[job.policy_key].spec
+        assert isinstance(spec, SFTSpec)
+        # Held-out losses change nothing: rank 0 computes them alone.
+        num_ranks = self._service.ranks.num_ranks if job.domain == Domain.TRAIN else 1
+        columns, source = fetch_batch(
+            self._services.payloads, job.partition_id, job.tenant_id, num_ranks=num_ranks
+        )
+        return TrainItem(job.policy_key, columns, spec.gradient_accumulation, source)
 
     def _heldout(self, item: TrainItem) -> dict[str, Any] | CodedError:
         begun = time.monotonic()
@@ -278,7 +294,7 @@ class TrainingRunner:
         kind: str,
     ) -> int:
         if isinstance(outcome, CodedError):
-            self._fail(job, outcome)
+            self._refuse(job, outcome)
             return 0
         values = outcome if isinstance(outcome, dict) else asdict(outcome)
         values = {**values, "job_id": job.job_id, "position": job.position, "fence": job.fence}
@@ -337,7 +353,7 @@ class TrainingRunner:
         while not self._closed.wait(lease_s / 4):
             if (part_s := self._turns.training_part_s) > most_s:
                 # The lease would be renewed for ever.
-                self._end_process("training_hangs", f"{part_s:.0f} s in one step")
+                end_process("training_hangs", f"{part_s:.0f} s in one step")
             try:
                 if self._training.acquire(blocking=False):
                     try:

@@ -21,6 +21,8 @@ from vla_platform.gpu_workers.features import VLAFeature
 from vla_platform.schema import Schema
 
 Columns = Mapping[str, npt.NDArray[Any]]
+ROW = "row"
+"""Which row of the partition each one is, where only some were fetched."""
 
 
 def check_columns(columns: Columns, schema: Schema) -> None:
@@ -68,9 +70,10 @@ def _check_finite(columns: Columns, name: str) -> None:
     finite = np.isfinite(columns[name])
     if finite.all():
         return
-    row = int(np.argwhere(~finite)[0, 0])
+    at = int(np.argwhere(~finite)[0, 0])
+    row = int(columns[ROW][at]) if ROW in columns else at
     place: dict[str, int] = {
-        key: int(columns[key][row]) for key in ("episode", "frame") if key in columns
+        key: int(columns[key][at]) for key in ("episode", "frame") if key in columns
     }
     where = ", ".join(f"{key} {value}" for key, value in place.items()) or f"row {row}"
     raise DataError(f"column {name!r} is not finite at {where}", column=name, row=row, **place)

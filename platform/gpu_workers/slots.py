@@ -12,8 +12,8 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,53 +27,27 @@ from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.action_modules.build import build_action_module
 from vla_platform.gpu_workers.action_modules.stochastic import trained_by_rl
 from vla_platform.gpu_workers.algorithms.awr import WeightedSamples, run_awr_update
-from vla_platform.gpu_workers.algorithms.minibatches import MAX_TOKENS
+from vla_platform.gpu_workers.algorithms.minibatches import MAX_TOKENS, picked
 from vla_platform.gpu_workers.algorithms.policy_gradient import (
     PolicySamples,
     PolicyUpdate,
     run_policy_update,
 )
 from vla_platform.gpu_workers.algorithms.sft import Samples, sft_loss
-from vla_platform.gpu_workers.normalization import Normalization, Statistics
+from vla_platform.gpu_workers.ranks.base import Alone, Ranks
+from vla_platform.gpu_workers.ranks.gradients import GradientSum
+from vla_platform.gpu_workers.ranks.share import BatchShare
 from vla_platform.gpu_workers.schedule import learning_rate
-from vla_platform.schema import Schema
-from vla_platform.specs import ActionModuleSpec, AdamWSpec, AlgorithmSpec, AWRSpec
-
-STATE_VERSION = 1
-MixedPrecision = Literal["no", "bf16", "fp16"]
-Arrays = dict[str, npt.NDArray[Any]]
+from vla_platform.gpu_workers.slot_state import (
+    STATE_VERSION,
+    Arrays,
+    MixedPrecision,
+    SlotConfig,
+    SlotState,
+)
+from vla_platform.specs import AWRSpec
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotConfig:
-    """Everything that a policy's numbers depend on besides its data."""
-
-    policy_key: str
-    schema: Schema
-    action_module: ActionModuleSpec
-    optimizer: AdamWSpec
-    total_steps: int
-    seed: int
-    trainable: tuple[str, ...] = ("head", "state_encoder")
-    statistics: Mapping[str, Statistics | None] = field(default_factory=dict)  # state, action
-    normalization: Normalization = "min_max"
-    algorithm: AlgorithmSpec | None = None  # of reinforcement learning; None: fine-tuning
-
-
-@dataclass(frozen=True)
-class SlotState:
-    """A slot as plain data: what a checkpoint holds.
-
-    module     the payload: weights and normalisation statistics.
-    optimizer  Adam's moments by parameter name and the states of the random generators.
-    scalars    counters and the gradient scaler, as JSON.
-    """
-
-    module: Arrays
-    optimizer: Arrays
-    scalars: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -95,7 +69,9 @@ class Slot:
         feature_dim: int,
         device: torch.device,
         mixed_precision: MixedPrecision = "no",
+        ranks: Ranks | None = None,
     ) -> None:
+        """`ranks` train it together, each on its own rows of every batch; None: this one alone."""
         self.config = config
         self.step = 0
         self.policy_version = 0
@@ -134,28 +110,40 @@ class Slot:
             fused=True,
         )
         self._optimizer = self._accelerator.prepare_optimizer(self._adamw)
+        if (scaler := self._accelerator.scaler) is not None:
+            # It begins with the first loss, which a rank without rows never has.
+            scaler.scale(torch.zeros((), device=device))
+        self._ranks = ranks or Alone()
+        self._sum = GradientSum(self._parameters.values(), self._ranks)
         self._noise = Generator().manual_seed(_seed(config.seed, "noise"))
         self._dropout = Generator().manual_seed(_seed(config.seed, "dropout")).get_state()
 
-    def update(self, samples: Samples, *, num_microbatches: int = 1) -> Update:
+    def update(
+        self,
+        samples: Samples | None,
+        *,
+        num_microbatches: int = 1,
+        share: BatchShare | None = None,
+    ) -> Update:
         """One optimizer step on `samples`. Raises `DivergedError` and then changes nothing.
 
-        Where every step of every row is padding there is nothing to learn: loss 0, no optimizer
-        step, and the policy keeps its version.
+        With `share`, they are this rank's rows of that batch (None: it has none); the others make
+        the same call with theirs. Where every step of every row is padding there is nothing to
+        learn: loss 0, no optimizer step, and the policy keeps its version.
         """
-        num_valid = int(samples.valid.sum())
+        share = share or _whole(samples)
         lr = learning_rate(self.config.optimizer, self.step, self.config.total_steps)
-        if num_valid == 0:
+        if share.num_valid == 0:
             logger.warning(
                 "all action steps are padding, nothing to learn",
                 extra={"action": "update_skipped", "policy_key": self.config.policy_key},
             )
             self.step += 1
-            self.samples_seen += samples.num_rows
+            self.samples_seen += share.num_rows
             return Update(0.0, 0.0, lr, self.step, skipped=True)
         before = self._noise.get_state(), self._dropout
         try:
-            loss, norm = self._gradients(samples, num_valid, num_microbatches)
+            loss, norm = self._gradients(samples, share, num_microbatches)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             reach(Failpoint.BEFORE_OPTIMIZER)
@@ -168,34 +156,46 @@ class Slot:
             self._adamw.zero_grad(set_to_none=True)
         self.step += 1
         self.policy_version += 1
-        self.samples_seen += samples.num_rows
+        self.samples_seen += share.num_rows
         return Update(loss, norm, lr, self.step, skipped=False)
 
     def _gradients(
-        self, samples: Samples, num_valid: int, num_microbatches: int
+        self, samples: Samples | None, share: BatchShare, num_microbatches: int
     ) -> tuple[float, float]:
-        accelerator = self._accelerator
-        accelerator.step = 0
-        accelerator.gradient_accumulation_steps = num_microbatches
-        total = torch.zeros((), device=samples.actions.device)
-        bounds = [samples.num_rows * i // num_microbatches for i in range(num_microbatches + 1)]
-        self.module.train()
-        with self._own_dropout():
-            for start, stop in itertools.pairwise(bounds):
-                with accelerator.accumulate(self.module), accelerator.autocast():
-                    share = sft_loss(
-                        self.module,
-                        samples.rows(start, stop),
-                        num_valid=num_valid,
-                        generator=self._noise,
-                    )
-                    # accelerate divides by the number of parts, but ours already add up.
-                    accelerator.backward(share * num_microbatches)
-                total += share.detach()
-        loss = float(total)
+        with self.abandoned_on_error():
+            own = self._own_gradients(samples, share, num_microbatches)
+        loss = float(self._sum(own[None]))
         if not math.isfinite(loss):
             raise self._diverged("loss", loss)
         return loss, self._clip()
+
+    def _own_gradients(
+        self, samples: Samples | None, share: BatchShare, num_microbatches: int
+    ) -> Tensor:
+        """Those of the rows that are here; returns their share of the loss."""
+        accelerator = self._accelerator
+        accelerator.step = 0
+        accelerator.gradient_accumulation_steps = num_microbatches
+        total = torch.zeros((), device=self.module.device)
+        bounds = [share.num_rows * i // num_microbatches for i in range(num_microbatches + 1)]
+        self.module.train()
+        with self._own_dropout():
+            for start, stop in itertools.pairwise(bounds):
+                drawn = self.module.draw(stop - start, self._noise)
+                part = share.part(range(start, stop))
+                with accelerator.accumulate(self.module), accelerator.autocast():
+                    if samples is None or not part.own:
+                        continue
+                    loss = sft_loss(
+                        self.module,
+                        samples.rows(part.own[0], part.own[-1] + 1),
+                        num_valid=share.num_valid,
+                        drawn=picked(drawn, part),
+                    )
+                    # accelerate divides by the number of parts, but ours already add up.
+                    accelerator.backward(loss * num_microbatches)
+                total += loss.detach()
+        return total
 
     def _clip(self) -> float:
         limit = self.config.optimizer.grad_clip
@@ -215,29 +215,46 @@ class Slot:
             step=self.step,
         )
 
+    @contextlib.contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """What fails within fails before the ranks add up their parts: none takes the step."""
+        try:
+            yield
+        except Exception:
+            self._sum.abandon()
+            raise
+
     def update_policy(
-        self, samples: PolicySamples | WeightedSamples, *, max_tokens: int = MAX_TOKENS
+        self,
+        samples: PolicySamples | WeightedSamples | None,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        share: BatchShare | None = None,
     ) -> PolicyUpdate:
         """One RL update: the algorithm's epochs over `samples`, in minibatches of its own order.
 
-        Counts as one step and one version however many optimizer steps it takes; `max_tokens`
-        bounds one pass of the module. Raises `DivergedError`; the slot's numbers are then those of
-        the middle of an update.
+        With `share`, they are this rank's rows of that batch, as in `update`. Counts as one step
+        and one version however many optimizer steps it takes; `max_tokens` bounds one pass of the
+        module. Raises `DivergedError`; the slot's numbers are then those of the middle of an
+        update.
         """
         algorithm = self.config.algorithm
+        share = share or _whole(samples)
         lr = learning_rate(self.config.optimizer, self.step, self.config.total_steps)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self.module.eval()  # dropout would make ratios of noise
         how: dict[str, Any] = {
-            "generator": self._noise, "descent": _Descent(self), "max_tokens": max_tokens,
+            "share": share, "generator": self._noise, "descent": _Descent(self),
+            "max_tokens": max_tokens,
         }  # fmt: skip
         try:
-            if isinstance(samples, WeightedSamples):
-                assert isinstance(algorithm, AWRSpec)
+            if isinstance(algorithm, AWRSpec):
+                assert not isinstance(samples, PolicySamples)
                 update = run_awr_update(self.module, samples, algorithm, **how)
             else:
-                assert not isinstance(algorithm, AWRSpec | None)
+                assert algorithm is not None
+                assert not isinstance(samples, WeightedSamples)
                 update = run_policy_update(self.module, samples, algorithm, **how)
         finally:
             self._adamw.zero_grad(set_to_none=True)
@@ -258,11 +275,17 @@ class Slot:
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.default_generator.set_state(self._dropout)
+            if self._ranks.num_ranks > 1:
+                # Every rank draws masks of its own, and all go on from the same state.
+                of_step = int(torch.randint(2**62, ()))
+                self._dropout = torch.default_generator.get_state()
+                torch.default_generator.manual_seed(_seed(of_step, f"rank {self._ranks.rank}"))
             if devices:
                 # On a GPU masks come from the device's generator: seed it from ours.
                 torch.cuda.manual_seed(int(torch.randint(2**62, ())))
             yield
-            self._dropout = torch.default_generator.get_state()
+            if self._ranks.num_ranks == 1:
+                self._dropout = torch.default_generator.get_state()
 
     @torch.no_grad()
     def heldout_loss(self, samples: Samples) -> float:
@@ -270,8 +293,9 @@ class Slot:
         self.module.eval()
         noise = Generator().manual_seed(_seed(self.config.seed, "heldout"))
         num_valid = int(samples.valid.sum())
+        drawn = self.module.draw(samples.num_rows, noise)
         with self._accelerator.autocast():
-            return float(sft_loss(self.module, samples, num_valid=num_valid, generator=noise))
+            return float(sft_loss(self.module, samples, num_valid=num_valid, drawn=drawn))
 
     def export_params(self) -> Arrays:
         """The payload as arrays of its own: further training does not alter them."""
@@ -355,15 +379,23 @@ class _Descent:
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-
-    def add(self, share: Tensor) -> None:
-        slot, accelerator = self._slot, self._slot._accelerator
-        if not math.isfinite(float(share.detach())):
-            raise slot._diverged("loss", float(share.detach()))
+        accelerator = slot._accelerator
         accelerator.gradient_accumulation_steps = 1
         accelerator.step = 0
         with accelerator.accumulate(slot.module):
-            accelerator.backward(share)
+            pass  # whatever was accumulated before: from here on a step is one, rows or none
+
+    def add(self, share: Tensor) -> None:
+        self._slot._accelerator.backward(share)
+
+    def together(self, numbers: Tensor) -> Tensor:
+        found = self._slot._sum(numbers)
+        if not math.isfinite(loss := float(found[0])):
+            raise self._slot._diverged("loss", loss)
+        return found
+
+    def abandoned_on_error(self) -> contextlib.AbstractContextManager[None]:
+        return self._slot.abandoned_on_error()
 
     def step(self) -> float:
         norm = self._slot._clip()
@@ -373,6 +405,13 @@ class _Descent:
 
     def discard(self) -> None:
         self._slot._adamw.zero_grad(set_to_none=True)
+
+
+def _whole(samples: Samples | PolicySamples | WeightedSamples | None) -> BatchShare:
+    """A batch whose rows are all here."""
+    assert samples is not None
+    lengths = () if isinstance(samples, Samples) else samples.lengths  # it is cut by rows
+    return BatchShare.whole(samples.valid.sum(dim=1).tolist(), lengths)
 
 
 def _seed(seed: int, use: str) -> int:

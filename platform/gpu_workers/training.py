@@ -4,93 +4,54 @@ A group shares one encoding of all its rows by the frozen backbone; losses, grad
 and versions stay private. On CPU in float32 each policy ends with the same bits as if it had been
 alone (see `backbone` for why), and one policy's bad data or divergence touches nobody else.
 The service knows no queue, store or thread; one thread at a time may call it.
+
+With several ranks each has a service, and rank 0's leads: what changes a slot is done on all, each
+with its own rows of every item. They tell each other what became of these rows before anything is
+computed from them, so an item that is bad on one rank is left out on all.
 """
 
 from __future__ import annotations
 
-import logging
-import time
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
 from vla_platform.errors import (
-    DeviceLostError,
     ModuleLoadError,
     NotFoundError,
-    PlatformError,
-    UnsoundWorkerError,
+    RankLostError,
 )
 from vla_platform.gpu_workers.algorithms.minibatches import MAX_TOKENS
-from vla_platform.gpu_workers.algorithms.policy_gradient import PolicyUpdate
-from vla_platform.gpu_workers.backbone import Backbone
-from vla_platform.gpu_workers.canonical import Row
-from vla_platform.gpu_workers.device import is_alive
+from vla_platform.gpu_workers.backbone import Backbone, digest_of
+from vla_platform.gpu_workers.device import DeviceCheck, is_alive
 from vla_platform.gpu_workers.feature_cache import FeatureCache
-from vla_platform.gpu_workers.features import Encoded, FeatureEncoder, stack_features
-from vla_platform.gpu_workers.rollout_samples import encode_rows, policy_samples, weighted_samples
+from vla_platform.gpu_workers.features import FeatureEncoder, stack_features
+from vla_platform.gpu_workers.group_training import GroupTraining
+from vla_platform.gpu_workers.policy_training import PolicyTraining
+from vla_platform.gpu_workers.ranks.base import Alone, Ranks
+from vla_platform.gpu_workers.ranks.commands import (
+    Command,
+    Digest,
+    Mount,
+    Source,
+    TrainGroup,
+    TrainPolicy,
+    Unmount,
+)
+from vla_platform.gpu_workers.ranks.state import PackedState
+from vla_platform.gpu_workers.ranks.telling import explained
 from vla_platform.gpu_workers.samples import (
     Columns,
-    check_columns,
-    reads_state,
-    rows_of,
     samples_of,
 )
-from vla_platform.gpu_workers.slots import Arrays, MixedPrecision, Slot, SlotConfig, SlotState
-from vla_platform.specs import AWRSpec
+from vla_platform.gpu_workers.slot_state import Arrays, MixedPrecision, SlotConfig, SlotState
+from vla_platform.gpu_workers.slots import Slot
+from vla_platform.gpu_workers.training_items import PolicyResult, TrainItem, TrainResult
+from vla_platform.settings import Settings
 from vla_storage.errors import CodedError
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainItem:
-    """One training job's data: the columns of a `Batch`, for one mounted policy."""
-
-    policy_key: str
-    columns: Columns
-    num_microbatches: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    policy_key: str
-    loss: float
-    grad_norm: float
-    lr: float
-    step: int  # updates of the policy so far
-    policy_version: int
-    samples: int
-    skipped: bool  # every action step was padding
-    forward_ms: float  # encoding of the whole group
-    backbone_forwards: int  # of the whole group
-    group_size: int  # jobs that shared the encoding
-    cache_hits: int  # rows of this job
-    cache_misses: int
-    cost_s: float  # own update, and a share of the encoding by rows that were not cached
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyResult(PolicyUpdate):
-    """An RL update; see `PolicyUpdate`."""
-
-    policy_key: str
-    policy_version: int
-    backbone_forwards: int  # 0 where the rollout's features were kept
-    cost_s: float
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """An item whose data are in order, and where its rows are in the group."""
-
-    slot: Slot
-    item: TrainItem
-    rows: list[Row]
 
 
 class TrainingModelService:
@@ -103,18 +64,31 @@ class TrainingModelService:
         cache: FeatureCache | None = None,
         mixed_precision: MixedPrecision = "no",
         max_tokens: int = MAX_TOKENS,
+        ranks: Ranks | None = None,
         between: Callable[[], None] = lambda: None,
         is_alive: Callable[[torch.device], bool] = is_alive,
     ) -> None:
         """`cache=None` encodes every row every time; `max_tokens` bounds one pass of a module in an
-        RL update; `between` runs between two updates."""
+        RL update; `ranks` train together; `between` runs between two updates."""
         self.backbone = backbone
+        self.ranks: Ranks = ranks or Alone()
         self.encoder = FeatureEncoder(backbone, cache=cache)
         self.mixed_precision: MixedPrecision = mixed_precision
-        self._max_tokens = max_tokens
-        self._between = between
-        self._is_alive = is_alive
+        self._check_device = DeviceCheck(backbone.device, is_alive)
         self._slots: dict[str, Slot] = {}
+        self._groups = GroupTraining(
+            self.encoder,
+            ranks=self.ranks,
+            slot_of=self.slot,
+            between=between,
+            check_device=self._check_device,
+        )
+        self._policies = PolicyTraining(
+            self.encoder,
+            ranks=self.ranks,
+            max_tokens=max_tokens,
+            check_device=self._check_device,
+        )
 
     def mount(
         self,
@@ -122,15 +96,31 @@ class TrainingModelService:
         *,
         state: SlotState | None = None,
         params: Mapping[str, npt.NDArray[Any]] | None = None,
+        policy_version: int | None = None,
     ) -> Slot:
         """Give a policy a slot: fresh from its seed, continued from `state`, or from `params` only.
 
-        Mounting a mounted policy replaces its slot. Raises `ModuleLoadError` where schema, base
-        model, state or payload do not fit, and leaves what was mounted.
+        Mounting a mounted policy replaces its slot. `policy_version` is what a fresh slot begins
+        with. Raises `ModuleLoadError` where schema, base model, state or payload do not fit, and
+        leaves what was mounted.
         """
         slot = self.build(config, state=state, params=params)
+        if policy_version is not None:
+            slot.policy_version = policy_version
+        if self.ranks.num_ranks > 1:
+            packed = PackedState.of(slot.state())
+            mount = Mount(config=config, scalars=packed.scalars, state_bytes=len(packed.data))
+            with self.ranks.lead(mount):
+                self.ranks.hand_out(packed.data)
         self._slots[config.policy_key] = slot
         return slot
+
+    def follow_mount(self, mount: Mount) -> None:
+        """Mount what rank 0 has mounted, in the state in which it hands it out."""
+        data = torch.empty(mount.state_bytes, dtype=torch.uint8)
+        self.ranks.hand_out(data)
+        state = PackedState(data, mount.scalars).state()
+        self._slots[mount.config.policy_key] = self.build(mount.config, state=state)
 
     def build(
         self,
@@ -152,6 +142,7 @@ class TrainingModelService:
             feature_dim=self.backbone.hidden_dim,
             device=self.backbone.device,
             mixed_precision=self.mixed_precision,
+            ranks=self.ranks,
         )
         if params is not None:
             slot.load_params(params)
@@ -161,7 +152,19 @@ class TrainingModelService:
 
     def unmount(self, policy_key: str) -> None:
         """Forget a policy's slot, if there is one."""
-        self._slots.pop(policy_key, None)
+        if policy_key in self._slots:
+            with self._lead(lambda: Unmount(policy_key=policy_key)):
+                del self._slots[policy_key]
+
+    def check_ranks(self, policy_key: str) -> None:
+        """Raise `RankLostError` where another rank has another module than this one: whatever is
+        trained from here on would be wrong."""
+        with self._lead(lambda: Digest(policy_key=policy_key)) as others:
+            own = digest_of(self.slot(policy_key).module) if self.ranks.num_ranks > 1 else ""
+        if any(other != own for other in others):
+            raise RankLostError(
+                f"the ranks differ in what they hold of {policy_key}", policy_key=policy_key
+            )
 
     def slot(self, policy_key: str) -> Slot:
         try:
@@ -175,110 +178,44 @@ class TrainingModelService:
 
     def train_group(self, items: Sequence[TrainItem]) -> list[TrainResult | CodedError]:
         """One update per item, in order; an item that fails gets its error and changes nothing."""
-        outcomes: list[TrainResult | CodedError | None] = [None] * len(items)
-        prepared: dict[int, _Prepared] = {}
-        for at, item in enumerate(items):
-            try:
-                prepared[at] = self._prepare(item)
-            except CodedError as error:
-                outcomes[at] = error
-        try:
-            encoded = self._encode([one for one in prepared.values()])
-        except RuntimeError as error:
-            return self._one_by_one(items, error)
-        first = 0
-        for at, one in prepared.items():
-            stop = first + len(one.rows)
-            self._between()
-            try:
-                outcomes[at] = self._update(one, encoded, first, stop, len(prepared))
-            except UnsoundWorkerError:
-                raise
-            except CodedError as error:
-                outcomes[at] = error
-            except (RuntimeError, ValueError) as error:
-                outcomes[at] = self._failed(one.item, error)
-            first = stop
-        return [outcome for outcome in outcomes if outcome is not None]
-
-    def _one_by_one(
-        self, items: Sequence[TrainItem], error: RuntimeError
-    ) -> list[TrainResult | CodedError]:
-        """The shared forward failed, for want of memory most likely: whose rows it was shows
-        alone."""
-        failed = self._failed(items[0], error)
-        if len(items) == 1:
-            return [failed]
-        _log.warning("action=group_failed size=%d reason=%r", len(items), error)
-        return [self.train_group([item])[0] for item in items]
-
-    def _failed(self, item: TrainItem, error: RuntimeError | ValueError) -> PlatformError:
-        self.check_device(error)
-        if self.backbone.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return PlatformError(
-            f"the update of {item.policy_key} failed: {error}", policy_key=item.policy_key
-        )
+        if not items:
+            return []
+        with self._lead(lambda: TrainGroup(jobs=tuple(item.job() for item in items))) as answers:
+            outcomes = self._groups.train(items)
+        return [
+            explained(outcome, [errors[at] for errors in answers])
+            for at, outcome in enumerate(outcomes)
+        ]
 
     def check_device(self, error: Exception) -> None:
         """Raise `DeviceLostError` where `error` is nobody's fault, for the device is broken."""
-        if not self._is_alive(self.backbone.device):
-            raise DeviceLostError(f"the device is lost: {error}") from error
+        self._check_device(error)
 
-    def train_policy(self, policy_key: str, columns: Mapping[str, Any]) -> PolicyResult:
+    def train_policy(
+        self,
+        policy_key: str,
+        columns: Mapping[str, Any],
+        *,
+        source: Source | None = None,
+        problem: CodedError | None = None,
+    ) -> PolicyResult:
         """One RL update of one policy on the columns of a rollout with advantages.
 
-        Raises `DataError`, `DivergedError`: the policy's slot is then to be forgotten.
+        `source` and `problem` as in `TrainItem`. Raises `DataError`, `DivergedError`: the policy's
+        slot is then to be forgotten.
         """
+        item = TrainItem(policy_key, columns, source=source, problem=problem)
         slot = self.slot(policy_key)
-        begun = time.perf_counter()
-        weighted = isinstance(slot.config.algorithm, AWRSpec)
-        read = weighted_samples if weighted else policy_samples
-        samples, num_forwards = read(columns, slot.module, self.encoder)
-        update = slot.update_policy(samples, max_tokens=self._max_tokens)
-        return PolicyResult(
-            policy_key=policy_key,
-            policy_version=slot.policy_version,
-            backbone_forwards=num_forwards,
-            cost_s=time.perf_counter() - begun,
-            **asdict(update),
-        )
+        with self._lead(lambda: TrainPolicy(job=item.job())) as answers:
+            outcome = self._policies.train(slot, item)
+        outcome = explained(outcome, answers)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-    @torch.no_grad()
     def actor_forward(self, slot: Slot, columns: Mapping[str, Any]) -> Arrays:
-        """What an actor says of a rollout: `actor_value` (R,), and of drawn actions
-        `actor_log_prob` (R, H).
-
-        Rows without a feature ended an episode for good: their value is 0.
-        """
-        module = slot.module.eval()
-        num_rows = len(columns["is_transition"])
-        rows = np.arange(num_rows)
-        if "feature" in columns:
-            rows = np.flatnonzero([len(feature) > 0 for feature in columns["feature"]])
-        features, _ = encode_rows(columns, module, self.encoder, rows)
-        device = self.backbone.device
-        state = None
-        if reads_state(module.schema):
-            chosen = np.asarray(columns["state"])[rows]
-            state = torch.tensor(chosen, dtype=torch.float32, device=device)
-        feature = stack_features(features, module.feature_kind)
-        value = np.zeros(num_rows, np.float32)
-        found: Arrays = {"actor_value": value}
-        if "latent" in columns:
-            latent = torch.tensor(
-                np.asarray(columns["latent"])[rows], dtype=torch.float32, device=device
-            )
-            judged = module.evaluate(feature, state, latent)
-            log_prob = np.zeros((num_rows, slot.config.schema.chunk), np.float32)
-            log_prob[rows], value[rows] = judged.log_prob.cpu().numpy(), judged.value.cpu().numpy()
-            found["actor_log_prob"] = log_prob
-        else:
-            value[rows] = module.value(feature, state).cpu().numpy()
-        # Termination has no future, whatever the value head makes of what was seen last.
-        ended = np.asarray(columns["next_row"])[np.asarray(columns["terminated"], np.bool_)]
-        value[ended] = 0.0
-        return found
+        """What an actor says of a rollout: see `PolicyTraining.actor_forward`."""
+        return self._policies.actor_forward(slot, columns)
 
     def train_batch(
         self, policy_key: str, columns: Columns, *, num_microbatches: int = 1
@@ -291,8 +228,8 @@ class TrainingModelService:
 
     def heldout_loss(self, policy_key: str, columns: Columns) -> float:
         """Loss on held-out rows; no update, and the same noise at every call."""
-        one = self._prepare(TrainItem(policy_key, columns))
-        encoded = self._encode([one])
+        one = self._groups.prepare(TrainItem(policy_key, columns))
+        encoded = self._groups.encode([one])
         feature = stack_features(encoded.features, one.slot.module.feature_kind)
         schema = one.slot.config.schema
         return one.slot.heldout_loss(samples_of(columns, feature, schema))
@@ -305,48 +242,30 @@ class TrainingModelService:
         """All that a fresh slot needs to continue bit by bit, copied."""
         return self.slot(policy_key).state()
 
-    def _prepare(self, item: TrainItem) -> _Prepared:
-        slot = self.slot(item.policy_key)
-        check_columns(item.columns, slot.config.schema)
-        rows = rows_of(item.columns, slot.module)
-        for row in rows:  # a prompt that cannot be laid out is this tenant's error
-            self.backbone.canonicalizer.layout(
-                row.prompt, num_images=len(row.images), num_queries=row.num_queries
-            )
-        return _Prepared(slot, item, rows)
+    def _lead(self, command: Callable[[], Command]) -> contextlib.AbstractContextManager[list[Any]]:
+        """All ranks do it, where there are several; see `Ranks.lead`."""
+        if self.ranks.num_ranks == 1:
+            return contextlib.nullcontext([])
+        return self.ranks.lead(command())
 
-    def _encode(self, prepared: Sequence[_Prepared]) -> Encoded:
-        rows = [row for one in prepared for row in one.rows]
-        kinds = [one.slot.module.feature_kind for one in prepared for _ in one.rows]
-        return self.encoder.encode(rows, kinds)
 
-    def _update(
-        self, one: _Prepared, encoded: Encoded, first: int, stop: int, group_size: int
-    ) -> TrainResult:
-        slot, columns = one.slot, one.item.columns
-        begun = time.perf_counter()
-        feature = stack_features(encoded.features[first:stop], slot.module.feature_kind)
-        samples = samples_of(columns, feature, slot.config.schema)
-        update = slot.update(samples, num_microbatches=one.item.num_microbatches)
-        hits = sum(encoded.hit[first:stop])
-        misses = samples.num_rows - hits
-        share = misses / max(1, len(encoded.hit) - sum(encoded.hit))
-        return TrainResult(
-            policy_key=one.item.policy_key,
-            loss=update.loss,
-            grad_norm=update.grad_norm,
-            lr=update.lr,
-            step=update.step,
-            policy_version=slot.policy_version,
-            samples=samples.num_rows,
-            skipped=update.skipped,
-            forward_ms=encoded.forward_ms,
-            backbone_forwards=encoded.num_forwards,
-            group_size=group_size,
-            cache_hits=hits,
-            cache_misses=misses,
-            cost_s=time.perf_counter() - begun + share * encoded.forward_ms / 1000,
-        )
+def training_service(
+    backbone: Backbone,
+    settings: Settings,
+    ranks: Ranks,
+    *,
+    between: Callable[[], None] = lambda: None,
+) -> TrainingModelService:
+    """As a worker's settings want it: the same on all its ranks."""
+    size = settings.feature_cache_bytes
+    return TrainingModelService(
+        backbone,
+        cache=FeatureCache(size) if size else None,
+        mixed_precision=settings.mixed_precision,
+        max_tokens=settings.update_tokens,
+        ranks=ranks,
+        between=between,
+    )
 
 
 def use_one_thread() -> None:

@@ -16,7 +16,7 @@ from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.action_modules.build import build_action_module
 from vla_platform.gpu_workers.action_modules.stochastic import trained_by_rl
 from vla_platform.gpu_workers.normalization import Normalization
-from vla_platform.gpu_workers.slots import SlotConfig
+from vla_platform.gpu_workers.slot_state import SlotConfig
 from vla_platform.schema import Schema
 from vla_platform.specs import ActionModuleSpec
 from vla_storage import tensors

@@ -41,7 +41,7 @@ from vla_platform.gpu_workers.inference import InferenceModelService, RunPart  #
 from vla_platform.gpu_workers.inference_metrics import TASK_NAME  # noqa: E402
 from vla_platform.gpu_workers.module_source import MemoryModuleSource  # noqa: E402
 from vla_platform.gpu_workers.module_versions import ModuleVersions  # noqa: E402
-from vla_platform.gpu_workers.slots import SlotConfig  # noqa: E402
+from vla_platform.gpu_workers.slot_state import SlotConfig  # noqa: E402
 from vla_platform.gpu_workers.weights import Weights  # noqa: E402
 from vla_platform.inference.protocol import Prediction, PredictRequest, RowShape  # noqa: E402
 from vla_platform.specs import FlowMatchingModule  # noqa: E402

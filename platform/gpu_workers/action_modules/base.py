@@ -25,6 +25,8 @@ from vla_platform.gpu_workers.normalization import Normalization, Normalizer, St
 from vla_platform.schema import Schema
 
 STATE_BINS = 256
+Drawn = tuple[Tensor, ...]
+"""Random numbers of a loss, each with leading B."""
 
 
 class ActionModule(nn.Module, ABC):
@@ -83,12 +85,21 @@ class ActionModule(nn.Module, ABC):
         actions: Tensor,
         valid: Tensor,
         *,
-        generator: Generator,
+        drawn: Drawn = (),
     ) -> Tensor:
         """Mean loss of each row over its valid steps, (B,); 0 for a row without any.
 
-        state (B, S) and actions (B, H, A) in raw units; valid (B, H), false where padded.
+        state (B, S) and actions (B, H, A) in raw units; valid (B, H), false where padded; `drawn`
+        is what `draw` gave for these rows.
         """
+
+    def draw(self, num_rows: int, generator: Generator) -> Drawn:
+        """What the loss of `num_rows` rows takes from chance, on the generator's device.
+
+        Whoever has only some rows of a batch draws for all of it, and picks: a row's loss is then
+        the same whoever computes it.
+        """
+        return ()
 
     @property
     def draws_noise(self) -> bool:
@@ -156,7 +167,7 @@ class ActionModule(nn.Module, ABC):
         """The text of each row: the task, with the state's bins where the schema says `prompt`."""
         if self.schema.state_input != "prompt" or state is None or self.state_normalizer is None:
             return prompts
-        scaled = self.state_normalizer.normalize(torch.from_numpy(state).to(self.device)).cpu()
+        scaled = self.state_normalizer.normalize(torch.tensor(state, device=self.device)).cpu()
         edges = np.linspace(-1, 1, STATE_BINS + 1)[:-1]
         bins = np.clip(np.digitize(scaled.numpy(), edges) - 1, 0, STATE_BINS - 1)
         return [state_prompt(text, row) for text, row in zip(prompts, bins, strict=True)]

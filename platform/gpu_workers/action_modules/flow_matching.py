@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from vla_platform.gpu_workers.action_modules.base import ActionModule, mean_over_valid
+from vla_platform.gpu_workers.action_modules.base import ActionModule, Drawn, mean_over_valid
 from vla_platform.gpu_workers.action_modules.dit import DiT, sinusoid
 from vla_platform.gpu_workers.action_modules.stochastic import (
     Evaluated,
@@ -105,13 +105,12 @@ class FlowMatchingActionModule(ActionModule):
         actions: Tensor,
         valid: Tensor,
         *,
-        generator: Generator,
+        drawn: Drawn = (),
     ) -> Tensor:
         repeats = self.spec.repeated_diffusion_steps
         num = len(actions)
         target = self.action_normalizer.normalize(actions).repeat(repeats, 1, 1)
-        uniform = torch.rand(repeats * num, generator=generator, device=generator.device)
-        noise = torch.randn(target.shape, generator=generator, device=generator.device)
+        uniform, noise = (each.transpose(0, 1).flatten(0, 1) for each in drawn)
         noise = noise.to(target.device)
         level = (uniform.to(target.device) ** (1 / BETA_ALPHA)).clamp(max=MAX_NOISE)
         time = (MAX_NOISE - level) / MAX_NOISE
@@ -130,6 +129,14 @@ class FlowMatchingActionModule(ActionModule):
         errors = (velocity - (target - noise)) ** 2
         rows = mean_over_valid(errors, valid.repeat(repeats, 1))
         return rows.view(repeats, num).mean(dim=0)
+
+    def draw(self, num_rows: int, generator: Generator) -> Drawn:
+        repeats, schema = self.spec.repeated_diffusion_steps, self.schema
+        shape = (repeats * num_rows, schema.chunk, schema.action_dim)
+        uniform = torch.rand(shape[0], generator=generator, device=generator.device)
+        noise = torch.randn(shape, generator=generator, device=generator.device)
+        by_repeat = (each.view(repeats, num_rows, *each.shape[1:]) for each in (uniform, noise))
+        return tuple(each.transpose(0, 1) for each in by_repeat)
 
     @property
     def draws_noise(self) -> bool:

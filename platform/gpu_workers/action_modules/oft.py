@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from vla_platform.gpu_workers.action_modules.base import ActionModule, mean_over_valid
+from vla_platform.gpu_workers.action_modules.base import ActionModule, Drawn, mean_over_valid
 from vla_platform.gpu_workers.action_modules.stochastic import (
     Evaluated,
     Sampled,
@@ -96,7 +96,7 @@ class OFTActionModule(ActionModule):
         actions: Tensor,
         valid: Tensor,
         *,
-        generator: Generator,
+        drawn: Drawn = (),
     ) -> Tensor:
         target = self.action_normalizer.normalize(actions)
         errors = (self.normalized_actions(feature, state) - target).abs()

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from vla_platform.gpu_workers.action_modules.base import ActionModule
+from vla_platform.gpu_workers.action_modules.base import ActionModule, Drawn
 from vla_platform.gpu_workers.algorithms.minibatches import MAX_TOKENS, Descent, descend
 from vla_platform.gpu_workers.algorithms.policy_gradient import PolicyUpdate
 from vla_platform.gpu_workers.algorithms.ppo import Totals, value_loss
 from vla_platform.gpu_workers.algorithms.sft import Samples
+from vla_platform.gpu_workers.ranks.share import BatchShare
 from vla_platform.specs import AWRSpec
 
 
@@ -66,7 +67,7 @@ def awr_loss(
     part: WeightedSamples,
     algorithm: AWRSpec,
     *,
-    generator: Generator,
+    drawn: Drawn = (),
     totals: Totals | None = None,
 ) -> AWRLoss:
     """The mean over valid actions of w times the module's loss, and the value head's loss.
@@ -74,9 +75,7 @@ def awr_loss(
     With the `totals` of a whole batch, the share of these rows.
     """
     samples = part.samples
-    each = module.loss(
-        samples.feature, samples.state, samples.actions, samples.valid, generator=generator
-    )
+    each = module.loss(samples.feature, samples.state, samples.actions, samples.valid, drawn=drawn)
     exact = torch.exp(part.advantages / algorithm.temperature)
     weight = exact.clamp(max=algorithm.max_weight)
     totals = totals or Totals.of(samples.valid)
@@ -93,21 +92,24 @@ def awr_loss(
 
 def run_awr_update(
     module: ActionModule,
-    given: WeightedSamples,
+    given: WeightedSamples | None,
     algorithm: AWRSpec,
     *,
+    share: BatchShare,
     generator: Generator,
     descent: Descent,
     max_tokens: int = MAX_TOKENS,
 ) -> PolicyUpdate:
-    """All epochs of an update."""
+    """All epochs of an update on the rows of `share` that are here (None: there is none)."""
+
+    def loss_of(part: WeightedSamples, totals: Totals, drawn: Drawn) -> AWRLoss:
+        return awr_loss(module, part, algorithm, drawn=drawn, totals=totals)
+
     found = descend(
-        given,
-        lambda part, totals: awr_loss(
-            module, part, algorithm, generator=generator, totals=totals
-        ),
+        given, loss_of, kind=AWRLoss, share=share,
         epochs=algorithm.epochs, minibatches=algorithm.minibatches, generator=generator,
-        descent=descent, max_tokens=max_tokens,
+        descent=descent, device=module.device, max_tokens=max_tokens,
+        draw=lambda num_rows: module.draw(num_rows, generator),
     )  # fmt: skip
     return PolicyUpdate(
         loss=found.mean("total"),
@@ -117,7 +119,7 @@ def run_awr_update(
         approx_kl=0.0,
         clip_fraction=found.mean("clip_fraction"),
         grad_norm=found.grad_norm,
-        num_rows=given.num_rows,
+        num_rows=share.num_rows,
         optimizer_steps=found.steps,
         num_passes=found.passes,
         stopped_early=False,

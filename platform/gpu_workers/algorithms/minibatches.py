@@ -2,21 +2,23 @@
 
 The order of rows is drawn from the policy's own generator, so an update is a function of the slot
 and the samples alone, whoever else is on the device. A minibatch too long for one pass is packed
-into several, whose gradients add up to its own. One in which nothing is valid takes no step
-(PF-31).
+into several, whose gradients add up to its own, as do those of several ranks. One in which nothing
+is valid takes no step (PF-31).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Generator, Tensor
 
+from vla_platform.gpu_workers.action_modules.base import Drawn
 from vla_platform.gpu_workers.algorithms.ppo import Totals
-from vla_platform.rl.packing import micro_batches
+from vla_platform.gpu_workers.ranks.share import BatchShare, Part
 
 MAX_TOKENS = 1 << 15
 """Feature tokens of one pass of a module, unless a worker's settings say otherwise."""
@@ -37,7 +39,7 @@ class Rows(Protocol):
 
 
 class Loss(Protocol):
-    """A dataclass of scalars; those of a part are its share of the batch's."""
+    """A dataclass of scalars, `total` first; those of a part are its share of the batch's."""
 
     @property
     def total(self) -> Tensor: ...  # with the gradient
@@ -48,6 +50,15 @@ class Descent(Protocol):
 
     def add(self, share: Tensor) -> None:
         """Add the gradient of a part of the next step's loss."""
+
+    def together(self, numbers: Tensor) -> Tensor:
+        """Add up gradients and `numbers`, the loss first, over all ranks.
+
+        Raises `DivergedError` where the loss is not finite.
+        """
+
+    def abandoned_on_error(self) -> AbstractContextManager[None]:
+        """What fails within fails before `together`: no rank takes the step."""
 
     def step(self) -> float:
         """Take the step; returns the norm of its gradient."""
@@ -81,34 +92,48 @@ class Descended(Generic[L]):
 
 
 def descend(
-    given: R,
-    loss_of: Callable[[R, Totals], L],
+    given: R | None,
+    loss_of: Callable[[R, Totals, Drawn], L],
     *,
+    kind: type[L],
+    share: BatchShare,
     epochs: int,
     minibatches: int,
     generator: Generator,
     descent: Descent,
+    device: torch.device,
     max_tokens: int = MAX_TOKENS,
+    draw: Callable[[int], Drawn] = lambda num_rows: (),
     stops: Callable[[L], bool] = lambda loss: False,
 ) -> Descended[L]:
-    """`loss_of(part, totals)` is a part's share of the loss of the batch that has these totals.
-    `stops(loss)` ends the update before the step of that minibatch."""
+    """`given` are the rows of `share` that are here; None: there is none.
+
+    `loss_of(part, totals, drawn)` is a part's share of the loss of the batch that has these totals,
+    with what `draw` gave for its rows. `stops(loss)` ends the update before the step of that
+    minibatch.
+    """
     found = Descended[L]([], [])
     for _ in range(epochs):
         found.losses, found.norms = [], []
-        order = torch.randperm(len(given.valid), generator=generator)
-        for index in torch.tensor_split(order, min(minibatches, len(given.valid))):
-            batch = given.rows(index.to(given.valid.device))
-            if not bool(batch.valid.any()):
+        order = torch.randperm(share.num_rows, generator=generator)
+        for index in torch.tensor_split(order, min(minibatches, share.num_rows)):
+            places = index.tolist()
+            counts = [share.valid[place] for place in places]
+            if not any(counts):
                 continue
-            totals = Totals.of(batch.valid)
-            shares: list[L] = []
-            for part in passes(batch, max_tokens=max_tokens):
-                share = loss_of(part, totals)
-                descent.add(share.total)
-                shares.append(share)
-            found.passes += len(shares)
-            found.losses.append(sum_of(shares))
+            totals = Totals.counted(counts, device)
+            parts = share.passes(places, max_tokens=max_tokens)
+            shares = []
+            with descent.abandoned_on_error():
+                for part in parts:
+                    drawn = draw(part.num_rows)
+                    if given is not None and part.own:
+                        one = loss_of(rows_of(given, part), totals, picked(drawn, part))
+                        descent.add(one.total)
+                        shares.append(one)
+                numbers = sum_of(shares, kind, device)
+            found.passes += len(parts)
+            found.losses.append(kind(*descent.together(numbers).unbind()))
             if stops(found.losses[-1]):
                 descent.discard()
                 found.stopped = True
@@ -118,17 +143,24 @@ def descend(
     return found
 
 
-def passes(batch: R, *, max_tokens: int) -> Iterator[R]:
-    """These rows in parts of at most `max_tokens` tokens, without needless padding."""
-    for part in micro_batches(batch.lengths, max_tokens=max_tokens):
-        whole = len(part) == len(batch.valid)
-        index = torch.tensor(part, device=batch.valid.device)
-        yield (batch if whole else batch.rows(index)).trimmed()
+def rows_of(given: R, part: Part) -> R:
+    """Those rows of a part that are here, without needless padding."""
+    if part.own == tuple(range(len(given.valid))):
+        return given.trimmed()
+    return given.rows(torch.tensor(part.own, device=given.valid.device)).trimmed()
 
 
-def sum_of(shares: list[L]) -> L:
-    """What a batch's parts say together, without gradients."""
-    kind: Any = type(shares[0])
-    each = [[getattr(one, field.name).detach() for one in shares] for field in fields(kind)]
-    total: L = kind(*(torch.stack(found).sum() for found in each))
-    return total
+def picked(drawn: Drawn, part: Part) -> Drawn:
+    """What was drawn for the rows that are here."""
+    if part.is_whole:
+        return drawn
+    return tuple(each[torch.tensor(part.at, device=each.device)] for each in drawn)
+
+
+def sum_of(shares: Sequence[L], kind: type[L], device: torch.device) -> Tensor:
+    """What a batch's parts say together, without gradients, in the order of the fields."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if not shares:
+        return torch.zeros(len(names), device=device)
+    each = [torch.stack([getattr(one, name).detach() for one in shares]).sum() for name in names]
+    return torch.stack(each)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Generator, Tensor
 
-from vla_platform.gpu_workers.action_modules.base import ActionModule
+from vla_platform.gpu_workers.action_modules.base import ActionModule, Drawn
 from vla_platform.gpu_workers.algorithms.minibatches import MAX_TOKENS, Descent, descend
 from vla_platform.gpu_workers.algorithms.ppo import (
     PolicyLoss,
@@ -16,6 +16,7 @@ from vla_platform.gpu_workers.algorithms.ppo import (
     policy_loss,
 )
 from vla_platform.gpu_workers.features import VLAFeature
+from vla_platform.gpu_workers.ranks.share import BatchShare
 from vla_platform.specs import GRPOSpec, PPOSpec, ReinforceSpec
 
 
@@ -100,29 +101,31 @@ def loss_config(algorithm: PolicyGradientSpec) -> PolicyLossConfig:
 
 def run_policy_update(
     module: ActionModule,
-    samples: PolicySamples,
+    given: PolicySamples | None,
     algorithm: PolicyGradientSpec,
     *,
+    share: BatchShare,
     generator: Generator,
     descent: Descent,
     max_tokens: int = MAX_TOKENS,
 ) -> PolicyUpdate:
-    """All epochs of an update."""
+    """All epochs of an update on the rows of `share` that are here (None: there is none)."""
     config = loss_config(algorithm)
     epochs, minibatches, target = 1, 1, None
     if not isinstance(algorithm, ReinforceSpec):
         epochs, minibatches = algorithm.epochs, algorithm.minibatches
         target = algorithm.target_kl
 
-    def loss_of(part: PolicySamples, totals: Totals) -> PolicyLoss:
+    def loss_of(part: PolicySamples, totals: Totals, _: Drawn) -> PolicyLoss:
         judged = module.evaluate(part.feature, part.state, part.latent)
         return policy_loss(
             judged.log_prob, judged.entropy, judged.value, part.rollout, config, totals
         )
 
     found = descend(
-        samples, loss_of, epochs=epochs, minibatches=minibatches, generator=generator,
-        descent=descent, max_tokens=max_tokens,
+        given, loss_of, kind=PolicyLoss, share=share,
+        epochs=epochs, minibatches=minibatches, generator=generator,
+        descent=descent, device=module.device, max_tokens=max_tokens,
         stops=lambda loss: target is not None and float(loss.approx_kl) > target,
     )  # fmt: skip
     return PolicyUpdate(
@@ -133,7 +136,7 @@ def run_policy_update(
         approx_kl=found.mean("approx_kl"),
         clip_fraction=found.mean("clip_fraction"),
         grad_norm=found.grad_norm,
-        num_rows=samples.num_rows,
+        num_rows=share.num_rows,
         optimizer_steps=found.steps,
         num_passes=found.passes,
         stopped_early=found.stopped,

@@ -6,6 +6,7 @@ Shapes: B rows, H chunk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,12 @@ class Totals:
     @classmethod
     def of(cls, valid: Tensor) -> Totals:
         return cls(valid.sum(), valid.any(dim=1).sum())
+
+    @classmethod
+    def counted(cls, valid: Sequence[int], device: torch.device) -> Totals:
+        """From the number of valid actions of each row."""
+        totals = torch.tensor([sum(valid), sum(map(bool, valid))], device=device)
+        return cls(totals[0], totals[1])
 
 
 @dataclass(frozen=True)

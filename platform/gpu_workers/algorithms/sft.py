@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Generator, Tensor
+from torch import Tensor
 
-from vla_platform.gpu_workers.action_modules.base import ActionModule
+from vla_platform.gpu_workers.action_modules.base import ActionModule, Drawn
 from vla_platform.gpu_workers.features import VLAFeature
 
 
@@ -42,15 +42,13 @@ class Samples:
 
 
 def sft_loss(
-    module: ActionModule, samples: Samples, *, num_valid: int, generator: Generator
+    module: ActionModule, samples: Samples, *, num_valid: int, drawn: Drawn = ()
 ) -> Tensor:
     """This part's share of the batch loss, a scalar.
 
     `num_valid` counts the valid steps of the whole batch, so that the shares of its micro-batches
     add up to the mean over valid steps however they are cut (a mean of means would not).
     """
-    rows = module.loss(
-        samples.feature, samples.state, samples.actions, samples.valid, generator=generator
-    )
+    rows = module.loss(samples.feature, samples.state, samples.actions, samples.valid, drawn=drawn)
     weight = samples.valid.sum(dim=1).to(rows.dtype)
     return (rows * weight).sum() / max(num_valid, 1)

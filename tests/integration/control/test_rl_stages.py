@@ -354,7 +354,10 @@ def test_an_update_reads_the_rows_and_columns_that_train_something(services: Ser
     service = models.TrainingModelService(backbone.Backbone.load("tiny-random"))
     rollouts = training.RolloutTraining(services, service, device.DeviceTurns())
     spec = load_rl_spec(services, "a", run)
-    found = rollouts.fetch(job, spec.algorithm)
+    item = rollouts.fetch(job, spec.algorithm)
+    found = item.columns
+    assert item.source is not None
+    assert item.source.rows == ((4, 6),)
     assert list(found["row"]) == [4, 6]
     assert [len(one) for one in found["feature"]] == [5, 7]
     assert found["latent"].reshape(-1).tolist() == [4.0, 6.0]

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from vla_platform.datasets.statistics import Statistics  # noqa: E402
 from vla_platform.gpu_workers.backbone import Backbone  # noqa: E402
-from vla_platform.gpu_workers.slots import SlotConfig  # noqa: E402
+from vla_platform.gpu_workers.slot_state import SlotConfig  # noqa: E402
 from vla_platform.schema import Schema  # noqa: E402
 from vla_platform.specs import AdamWSpec, FlowMatchingModule, OFTModule, ScheduleSpec  # noqa: E402
 

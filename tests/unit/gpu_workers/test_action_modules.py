@@ -10,7 +10,7 @@ from vla_platform.gpu_workers.action_modules.build import build_action_module
 from vla_platform.gpu_workers.algorithms.sft import Samples, sft_loss
 from vla_platform.gpu_workers.backbone import FeatureKind
 from vla_platform.gpu_workers.features import VLAFeature
-from vla_platform.gpu_workers.slots import SlotConfig
+from vla_platform.gpu_workers.slot_state import SlotConfig
 from vla_platform.specs import FlowMatchingModule, OFTModule
 
 OFT = OFTModule(chunk=5)
@@ -51,7 +51,7 @@ def loss_of(module: ActionModule, samples: Samples) -> torch.Tensor:
         samples.state,
         samples.actions,
         samples.valid,
-        generator=torch.Generator().manual_seed(0),
+        drawn=module.draw(samples.num_rows, torch.Generator().manual_seed(0)),
     )
 
 
@@ -117,10 +117,9 @@ def test_microbatch_shares_add_up_to_the_batch(make_config: MakeConfig) -> None:
     module = build(make_config(module=OFT))
     samples = make_samples(module, 6)
     num_valid = int(samples.valid.sum())
-    noise = torch.Generator()
-    whole = sft_loss(module, samples, num_valid=num_valid, generator=noise)
+    whole = sft_loss(module, samples, num_valid=num_valid)
     parts = [
-        sft_loss(module, samples.rows(a, b), num_valid=num_valid, generator=noise)
+        sft_loss(module, samples.rows(a, b), num_valid=num_valid)
         for a, b in ((0, 1), (1, 4), (4, 6))
     ]
     torch.testing.assert_close(whole, torch.stack(parts).sum(), rtol=1e-6, atol=1e-7)
@@ -164,7 +163,8 @@ def test_flow_matching_learns_a_fixed_action(make_config: MakeConfig) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     for _ in range(150):
         optimizer.zero_grad()
-        sft_loss(module, samples, num_valid=40, generator=noise).backward()
+        drawn = module.draw(samples.num_rows, noise)
+        sft_loss(module, samples, num_valid=40, drawn=drawn).backward()
         optimizer.step()
     with torch.no_grad():
         actions = module.predict(samples.feature, samples.state, generator=noise)

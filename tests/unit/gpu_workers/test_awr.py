@@ -25,7 +25,8 @@ from vla_platform.gpu_workers.algorithms.sft import Samples
 from vla_platform.gpu_workers.backbone import FeatureKind
 from vla_platform.gpu_workers.features import VLAFeature
 from vla_platform.gpu_workers.rollout_samples import weighted_samples
-from vla_platform.gpu_workers.slots import Slot, SlotState
+from vla_platform.gpu_workers.slot_state import SlotState
+from vla_platform.gpu_workers.slots import Slot
 from vla_platform.rl.advantages import Rows, discounted_returns, normalized
 from vla_platform.specs import AWRSpec
 
@@ -54,7 +55,7 @@ def test_the_loss_equals_a_slow_reference(max_weight: float) -> None:
     algorithm = AWRSpec(temperature=0.7, max_weight=max_weight, value_weight=0.25)
     slot = slot_of(MODULES[0], algorithm)
     given, module = samples_for(slot), slot.module.eval()
-    found = awr_loss(module, given, algorithm, generator=torch.Generator())
+    found = awr_loss(module, given, algorithm)
     mean = module.normalized_actions(given.samples.feature, given.samples.state)  # type: ignore[operator]
     target = module.action_normalizer.normalize(given.samples.actions)
     total, count, cut = 0.0, 0, 0
@@ -100,11 +101,9 @@ def test_equal_advantages_imitate() -> None:
     """With weights of 1 the loss is that of fine-tuning."""
     slot = slot_of(MODULES[0], IMITATION)
     given = replace(samples_for(slot), advantages=torch.zeros(12), returns=None)
-    found = awr_loss(slot.module.eval(), given, IMITATION, generator=torch.Generator())
+    found = awr_loss(slot.module.eval(), given, IMITATION)
     samples = given.samples
-    rows = slot.module.loss(
-        samples.feature, samples.state, samples.actions, samples.valid, generator=torch.Generator()
-    )
+    rows = slot.module.loss(samples.feature, samples.state, samples.actions, samples.valid)
     count = samples.valid.sum(dim=1)
     assert float(found.total) == pytest.approx(float((rows * count).sum() / count.sum()))
 

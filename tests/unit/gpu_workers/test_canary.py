@@ -15,7 +15,8 @@ from vla_platform.errors import ModuleLoadError, NotFoundError  # noqa: E402
 from vla_platform.gpu_workers import canary  # noqa: E402
 from vla_platform.gpu_workers.backbone import Backbone  # noqa: E402
 from vla_platform.gpu_workers.canary import CanaryProbe, reproduce  # noqa: E402
-from vla_platform.gpu_workers.slots import Slot, SlotConfig  # noqa: E402
+from vla_platform.gpu_workers.slot_state import SlotConfig  # noqa: E402
+from vla_platform.gpu_workers.slots import Slot  # noqa: E402
 from vla_platform.gpu_workers.training import TrainingModelService  # noqa: E402
 from vla_platform.specs import PPOSpec  # noqa: E402
 from vla_storage.canary import CANARY_VERSION, Match  # noqa: E402

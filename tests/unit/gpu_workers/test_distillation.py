@@ -17,7 +17,8 @@ from vla_platform.gpu_workers.distillation import reads_pixels, teacher_log_prob
 from vla_platform.gpu_workers.features import FeatureEncoder, stack_features
 from vla_platform.gpu_workers.normalization import Normalizer
 from vla_platform.gpu_workers.rollout_samples import encode_rows
-from vla_platform.gpu_workers.slots import Slot, SlotConfig
+from vla_platform.gpu_workers.slot_state import SlotConfig
+from vla_platform.gpu_workers.slots import Slot
 from vla_platform.specs import FlowMatchingModule, OFTModule, PPOSpec
 
 ROWS = 4

@@ -31,7 +31,7 @@ from vla_platform.gpu_workers.inference import (  # noqa: E402
 from vla_platform.gpu_workers.module_source import MemoryModuleSource  # noqa: E402
 from vla_platform.gpu_workers.module_versions import ModuleVersions  # noqa: E402
 from vla_platform.gpu_workers.samples import rows_of  # noqa: E402
-from vla_platform.gpu_workers.slots import SlotConfig  # noqa: E402
+from vla_platform.gpu_workers.slot_state import SlotConfig  # noqa: E402
 from vla_platform.gpu_workers.weights import ModuleMeta, Weights, digest_of_tensors  # noqa: E402
 from vla_platform.inference.protocol import (  # noqa: E402
     Prediction,

@@ -18,11 +18,12 @@ from tests.unit.gpu_workers.test_policy_gradient import (
     noise_of,
     slot_of,
 )
-from vla_platform.gpu_workers.algorithms.minibatches import passes
+from vla_platform.gpu_workers.algorithms.minibatches import rows_of
 from vla_platform.gpu_workers.algorithms.policy_gradient import PolicySamples, loss_config
 from vla_platform.gpu_workers.algorithms.ppo import RolloutSamples, Totals, policy_loss
 from vla_platform.gpu_workers.backbone import FeatureKind
 from vla_platform.gpu_workers.features import VLAFeature, stack_features
+from vla_platform.gpu_workers.ranks.share import BatchShare
 from vla_platform.gpu_workers.slots import Slot
 from vla_platform.rl.packing import RowMeta, assign
 from vla_platform.specs import AdamWSpec, AWRSpec, GRPOSpec, PPOSpec, ReinforceSpec
@@ -144,6 +145,8 @@ def test_an_update_that_stops_early_takes_nothing_of_its_last_minibatch() -> Non
 def test_a_batch_that_fits_is_not_touched() -> None:
     slot = slot_of(MODULES[0], PPOSpec())
     samples = policy_rows(slot)
-    (one,) = passes(samples, max_tokens=10**9)
+    share = BatchShare.whole(samples.valid.sum(dim=1).tolist(), samples.lengths)
+    (part,) = share.passes(range(ROWS), max_tokens=10**9)
+    one = rows_of(samples, part)
     assert one.latent is samples.latent
     assert one.feature is samples.feature

@@ -16,7 +16,8 @@ from vla_platform.gpu_workers.algorithms.policy_gradient import PolicySamples
 from vla_platform.gpu_workers.algorithms.ppo import RolloutSamples
 from vla_platform.gpu_workers.backbone import FeatureKind
 from vla_platform.gpu_workers.features import VLAFeature
-from vla_platform.gpu_workers.slots import Slot, SlotConfig, SlotState
+from vla_platform.gpu_workers.slot_state import SlotConfig, SlotState
+from vla_platform.gpu_workers.slots import Slot
 from vla_platform.schema import Schema
 from vla_platform.specs import (
     AdamWSpec,

@@ -17,7 +17,7 @@ from vla_platform.datasets.sample_order import samples_at  # noqa: E402
 from vla_platform.gpu_workers.backbone import Backbone  # noqa: E402
 from vla_platform.gpu_workers.feature_cache import FeatureCache  # noqa: E402
 from vla_platform.gpu_workers.schedule import learning_rate  # noqa: E402
-from vla_platform.gpu_workers.slots import SlotConfig, SlotState  # noqa: E402
+from vla_platform.gpu_workers.slot_state import SlotConfig, SlotState  # noqa: E402
 from vla_platform.gpu_workers.training import TrainingModelService  # noqa: E402
 from vla_platform.specs import AdamWSpec, FlowMatchingModule, ScheduleSpec  # noqa: E402
 

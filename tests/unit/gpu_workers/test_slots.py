@@ -13,7 +13,7 @@ from tests.unit.gpu_workers.conftest import MakeConfig, make_columns
 from vla_platform.errors import DivergedError, ModuleLoadError
 from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.schedule import learning_rate
-from vla_platform.gpu_workers.slots import SlotConfig, SlotState
+from vla_platform.gpu_workers.slot_state import SlotConfig, SlotState
 from vla_platform.gpu_workers.training import TrainingModelService
 from vla_platform.specs import AdamWSpec, FlowMatchingModule, OFTModule, ScheduleSpec
 

@@ -13,7 +13,7 @@ from vla_platform.assets.tabletop_scenes import make_scenes
 from vla_platform.datasets.statistics import Statistics
 from vla_platform.gpu_workers.backbone import TINY, Backbone
 from vla_platform.gpu_workers.feature_cache import FeatureCache
-from vla_platform.gpu_workers.slots import SlotConfig
+from vla_platform.gpu_workers.slot_state import SlotConfig
 from vla_platform.gpu_workers.training import TrainingModelService
 from vla_platform.schema import Schema
 from vla_platform.specs import AdamWSpec, OFTModule

@@ -19,8 +19,9 @@ from vla_platform.errors import (
 )
 from vla_platform.gpu_workers.backbone import Backbone, digest_of
 from vla_platform.gpu_workers.feature_cache import FeatureCache
-from vla_platform.gpu_workers.slots import SlotConfig, SlotState
-from vla_platform.gpu_workers.training import TrainingModelService, TrainItem, TrainResult
+from vla_platform.gpu_workers.slot_state import SlotConfig, SlotState
+from vla_platform.gpu_workers.training import TrainingModelService
+from vla_platform.gpu_workers.training_items import TrainItem, TrainResult
 from vla_platform.schema import Schema
 
 

@@ -1,0 +1,1 @@
+"""Training by several processes of one worker, a device each."""
