@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vla_platform.gpu_workers.ranks.share import BatchShare, OwnRows, spread
@@ -54,6 +54,7 @@ def told(draw: st.DrawFn) -> list[OwnRows]:
     return [OwnRows(rows=tuple(r), valid=tuple(r), lengths=tuple(n + 1 for n in r)) for r in of]
 
 
+@settings(deadline=None)
 @given(ranks=told(), max_tokens=st.integers(1, 2000), order=st.randoms(use_true_random=False))
 def test_ranks_compute_the_same_passes_and_every_row_of_them_once(
     ranks: list[OwnRows], max_tokens: int, order: object
