@@ -385,6 +385,7 @@ def test_no_job_is_lost_and_none_counts_twice(ledger: Ledger, events: list[str])
                     step(ledger, job)
                     if job.position % 2:
                         durable = job.position + 1
+                        ledger.checkpointed("r", position=durable, checkpoint="c", step=durable)
                 else:
                     deaths[job.position] = deaths.get(job.position, 0) + 1
             if dies:
