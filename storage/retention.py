@@ -14,13 +14,17 @@ from enum import StrEnum
 
 from vla_storage.checkpoints import MANIFEST, CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointError, CheckpointNotFoundError
-from vla_storage.folders import folders
+from vla_storage.folders import Folder, Kind, folders
 from vla_storage.marks import Mark, Marks, change_marks, place_of, read_marks
 from vla_storage.seals import is_seal
 
 MOST_READ = 50
 """Checkpoints without a whole seal that one plan reads, each by several requests: who plans has
 other tenants' work to do."""
+
+
+MOST_COLLECTED = 200
+"""Leftovers that go at once, each by a request."""
 
 
 class Reason(StrEnum):
@@ -87,9 +91,14 @@ def plan_retention(
     marks = read_marks(store.objects, store.tenant_id, policy)
     at = time.time() if now is None else now
     wholeness = _Wholeness(store, listed)
-    decided: list[tuple[str, Reason]] = []
-    for refs in lineages.values():
-        decided += _decide(wholeness, refs, rules, marks, protect, at)
+    # Another lineage first each time, so that a later plan reads what this one cannot.
+    names = list(lineages)
+    first = int(at) % max(1, len(names))
+    decisions = {
+        name: _decide(wholeness, lineages[name], rules, marks, protect, at)
+        for name in names[first:] + names[:first]
+    }
+    decided = [one for name in names for one in decisions[name]]
     stays = {Reason.OLD, Reason.EXPIRED}
     return RetentionPlan(
         policy=policy,
@@ -276,26 +285,29 @@ def collect_leftovers(
 ) -> list[str]:
     """Delete objects that no manifest names, of uploads that died; returns their keys.
 
-    `older_than_s` spares uploads that are under way, by the store's clock.
+    `older_than_s` spares uploads that are under way, by the store's clock. At most `MOST_COLLECTED`
+    go, and `MOST_READ` manifests are read: a folder that lists as its publisher sealed it has none.
     """
-    items = list(store.objects.list(store.policy_prefix(policy)))
-    named: set[str] = set()
-    for ref in store.list(policy):
-        folder = store.folder(ref)
-        named.add(folder + MANIFEST)
-        try:
-            entries = store.manifest(ref.id).objects
-        except CheckpointError:
-            # Unreadable: its objects are evidence, keep all of them.
-            named.update(item.key for item in items if item.key.startswith(folder))
-        else:
-            named.update(folder + entry.relative_key for entry in entries)
-            named.update(
-                item.key for item in items
-                if item.key.startswith(folder) and is_seal(item.key[len(folder) :])
-            )  # fmt: skip
-    limit = time.time() - older_than_s
-    leftovers = [i.key for i in items if i.key not in named and i.modified <= limit]
+    limit, num_read = time.time() - older_than_s, 0
+    leftovers: list[str] = []
+    for folder in folders(store.objects.list(store.policy_prefix(policy)), store.tenant_id):
+        if folder.kind is not Kind.CHECKPOINT or folder.ref is None or _is_sealed(store, folder):
+            continue
+        named: set[str] = set()
+        if any(item.key == folder.prefix + MANIFEST for item in folder.items):
+            num_read += 1
+            if num_read > MOST_READ:
+                continue
+            try:
+                entries = store.manifest(folder.ref.id).objects
+            except CheckpointError:
+                continue  # unreadable: its objects are evidence
+            named = {MANIFEST, *(entry.relative_key for entry in entries)}
+        for item in folder.items:
+            name = item.key[len(folder.prefix) :]
+            if item.modified <= limit and name not in named and not (named and is_seal(name)):
+                leftovers.append(item.key)
+    del leftovers[MOST_COLLECTED:]
     for key in leftovers:
         store.objects.delete(key)
     return leftovers
@@ -305,13 +317,18 @@ def _listed(
     store: CheckpointStore, policy: str, workload_id: str | None
 ) -> dict[CheckpointRef, bool]:
     """Every visible checkpoint, and whether it lists as its publisher sealed it."""
-    found, key = {}, store.signing_key
+    found = {}
     prefix = store.policy_prefix(policy, workload_id)
     for folder in folders(store.objects.list(prefix), store.tenant_id):
-        ref = folder.ref
+        ref = folder.ref if folder.kind is Kind.CHECKPOINT else None
         if ref is not None and any(item.key == folder.prefix + MANIFEST for item in folder.items):
-            found[ref] = key is not None and folder.facts(folder.seal(key), key) is not None
+            found[ref] = _is_sealed(store, folder)
     return found
+
+
+def _is_sealed(store: CheckpointStore, folder: Folder) -> bool:
+    key = store.signing_key
+    return key is not None and folder.facts(folder.seal(key), key) is not None
 
 
 class _Wholeness:

@@ -25,6 +25,7 @@ from vla_storage.retention import (
     RetentionPlan,
     RetentionRules,
     carry_out,
+    collect_leftovers,
     plan_removal,
     plan_retention,
     set_alias,
@@ -82,8 +83,9 @@ _CHANGE: TypeAdapter[CheckpointChange] = TypeAdapter(CheckpointChange)
 
 
 def change(services: Services, tenant: str, text: str) -> dict[str, Any]:
-    """Carry out one change; returns the mark, or the plan with what stays and what goes, and how
-    many are `left`: at most `MOST_REMOVED` go by one request, which is asked again for the rest.
+    """Carry out one change; returns the mark, or the plan with what stays and what goes, how many
+    are `left` (at most `MOST_REMOVED` go by one request, which is asked again for the rest), and
+    how many `leftovers` of uploads that died went with them.
 
     Raises `SpecError`, `InvalidKeyError`, `CheckpointNotFoundError` (the same for another
     tenant's).
@@ -115,11 +117,13 @@ def change(services: Services, tenant: str, text: str) -> dict[str, Any]:
         if len({(ref.policy, ref.workload_id) for ref in refs}) > 1:
             raise SpecError("one request removes checkpoints of one run", problems=[])
         plan = plan_removal(store, refs[0].policy, wanted.checkpoints, protect=protect)
-    now = plan
+    now, collected = plan, 0
     if not wanted.dry_run:
         now = replace(plan, go=plan.go[:MOST_REMOVED])
         carry_out(store, now)
-    return asdict(now) | {"left": len(plan.go) - len(now.go)}
+        if isinstance(wanted, Prune):
+            collected = len(collect_leftovers(store, wanted.policy))
+    return asdict(now) | {"left": len(plan.go) - len(now.go), "leftovers": collected}
 
 
 def plan_of(raw: dict[str, Any]) -> RetentionPlan:

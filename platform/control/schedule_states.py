@@ -118,24 +118,43 @@ def swap(
 
 
 def set_aside(services: Services, tenant: str, name: str, reason: str) -> None:
-    """Disable one schedule with an alert."""
-    _log.error("action=schedule_disabled tenant=%s schedule=%s reason=%s", tenant, name, reason)
-    client = services.ledger.client
+    """Disable one schedule with an alert; one that was removed meanwhile stays removed."""
+
+    def disabled(state: ScheduleState, _: float) -> Looked:
+        return Looked(state=replace(state, enabled=False, reason=reason[:500]))
+
     try:
-        state = ScheduleState.from_json(client.hget(state_key(tenant), name) or "")
-    except ValueError:
-        state = ScheduleState(
-            name=name,
-            cron="",
-            timezone="UTC",
-            overlap=Overlap.SKIP,
-            missed=Missed.RECORD,
-            next_due=0.0,
-        )
-    disabled = replace(state, enabled=False, reason=reason[:500])
+        swap(services, tenant, name, disabled)
+    except NotFoundError:
+        return
+    except ValueError:  # its state cannot be read
+        services.ledger.client.hdel(state_key(tenant), name)
+        begin_disabled(services, tenant, name, reason)
+        return
+    _tell(services, tenant, name, reason)
+
+
+def begin_disabled(services: Services, tenant: str, name: str, reason: str) -> None:
+    """Show a schedule of which nothing can be read, unless it has a state."""
+    state = ScheduleState(
+        name=name,
+        cron="",
+        timezone="UTC",
+        overlap=Overlap.SKIP,
+        missed=Missed.RECORD,
+        next_due=0.0,
+        enabled=False,
+        reason=reason[:500],
+    )
+    client = services.ledger.client
     with client.pipeline() as pipe:
-        pipe.hset(state_key(tenant), name, disabled.to_json())
+        pipe.hsetnx(state_key(tenant), name, state.to_json())
         pipe.zrem(DUE_KEY, f"{tenant}/{name}")
         pipe.execute()
+    _tell(services, tenant, name, reason)
+
+
+def _tell(services: Services, tenant: str, name: str, reason: str) -> None:
+    _log.error("action=schedule_disabled tenant=%s schedule=%s reason=%s", tenant, name, reason)
     values = {"schedule": name, "state": "disabled", "reason": reason[:500]}
     services.emitter.emit(Event(tenant=tenant, workload=WORKLOAD, kind="schedule", values=values))

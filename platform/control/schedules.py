@@ -14,10 +14,10 @@ from vla_platform.control.schedule_policy import Looked, moved
 from vla_platform.control.schedule_states import (
     DUE_KEY,
     begin,
+    begin_disabled,
     load,
     parse_schedule,
     schedule_key,
-    set_aside,
     state_key,
     swap,
 )
@@ -128,5 +128,7 @@ def restore(services: Services, tenant: str) -> int:
             begin(services, tenant, load(services, tenant, name))
             restored += 1
         except (CodedError, ValueError) as error:
-            set_aside(services, tenant, name, f"its definition cannot be read: {error}")
+            if isinstance(error, CodedError) and error.retryable:
+                raise
+            begin_disabled(services, tenant, name, f"its definition cannot be read: {error}")
     return restored

@@ -119,6 +119,7 @@ def at_step(run: Run, step: int, *, kind: str = "step") -> None:
     for event in run.events():
         if event["kind"] == kind and event["step"] >= step:
             return
+    raise AssertionError(f"{run.id} ended before its {kind} {step}")
 
 
 def vla(var: Path, *arguments: str, **environment: str) -> tuple[int, str]:

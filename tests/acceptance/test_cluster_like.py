@@ -108,7 +108,7 @@ def test_a_short_run_starts_while_a_long_one_trains_pf10(
     assert short.result(timeout_s=120).step == 3
     assert long.status().state == "running"
     assert long.cancel() == "cancelled"
-    assert started_s < 20  # the promise is 2 s; eighteen processes on two cores take their time
+    assert started_s < 20  # of 100 000 steps; eighteen processes on two cores take their time
 
 
 def test_f74_watchers_come_back_and_tell_the_truth(

@@ -16,7 +16,7 @@ from vla_platform.broker import DELIVERY, queue
 from vla_platform.settings import load_settings
 
 pytestmark = pytest.mark.services
-WAITS_S = 3
+WAITS_S = 6
 QUEUE = queue("control")
 
 
