@@ -44,7 +44,8 @@ class ProcessGroup:
                 world_size=num_ranks,
                 timeout=timedelta(seconds=max(timeout_s, SHORTEST_S)),
             )
-            for kind in {"cpu", device}:  # connections are made with the first collective
+            # Connections are made with the first collective: in the same order on all ranks.
+            for kind in dict.fromkeys(("cpu", device)):
                 self.add_up(torch.zeros(1, device=kind))
 
     def add_up(self, numbers: Tensor) -> None:
