@@ -45,9 +45,15 @@ class Team:
         """Start them. `on_lost(reason)` is called from a thread when one has ended by itself.
 
         To be made by the main thread: followers end with the thread that started them. Raises
-        `ConfigurationError` where there are fewer devices than ranks.
+        `ConfigurationError` where there are fewer devices than ranks, or several base models: each
+        would wait for the other's commands.
         """
         self.num_ranks = settings.training_ranks
+        if len(names := settings.served_models()) > 1:
+            raise ConfigurationError(
+                f"VLA_TRAINING_RANKS is {self.num_ranks}: such a worker serves one base model, "
+                f"not {', '.join(names)} (VLA_BASE_MODELS)"
+            )
         if device != "cpu":
             found = torch.cuda.device_count()
             if device != "cuda" or found < self.num_ranks:
