@@ -124,6 +124,8 @@ class GroupTraining:
             if error is None:
                 return [RankFailedError("another rank could not encode its rows")]
             return [self._failed(items[0], error)]
+        if self._encoder.backbone.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the group took in vain
         _log.warning("action=group_failed size=%d reason=%r", len(items), error)
         return [self.train([item])[0] for item in items]
 
@@ -175,8 +177,9 @@ class GroupTraining:
         slot, share = one.slot, heard.share(at)
         begun = time.perf_counter()
         samples = None
+        # Where nothing is valid there is no step, and no sum that could be abandoned.
         with slot.abandoned_on_error():
-            if one.rows:
+            if one.rows and share.num_valid:
                 feature = stack_features(features, slot.module.feature_kind)
                 samples = samples_of(one.item.columns, feature, slot.config.schema)
         update = slot.update(samples, num_microbatches=one.item.num_microbatches, share=share)

@@ -70,6 +70,8 @@ class TrainingRunner:
         self._training = threading.Lock()  # held while a slice trains
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
+        self._tidier = threading.Thread(target=self._tidy_when_idle, name="tidier", daemon=True)
+        self._tidier.start()
 
     @property
     def num_slots(self) -> int:
@@ -117,12 +119,14 @@ class TrainingRunner:
         """One group. Returns how many jobs took effect.
 
         Whatever breaks off in the middle leaves slots ahead of the ledger: they are forgotten, so
-        that the next lease restores them from their checkpoints.
+        that the next lease restores them from their checkpoints. An unsound process just ends.
         """
         self._leased = tuple(job.job_id for job in jobs)
         self._group = uuid.uuid4().hex[:12]
         try:
             return self._train(jobs)
+        except UnsoundWorkerError:
+            raise  # other ranks would be waited for
         except BaseException:
             for job in jobs:
                 self._policies.forget(job.policy_key)
@@ -217,6 +221,7 @@ class TrainingRunner:
         self._rollouts.close()
         self._closed.set()
         self._heart.join(5)
+        self._tidier.join(5)
         self._services.ledger.leave(self.worker)
 
     def compute_stages(self) -> int:
@@ -330,6 +335,19 @@ class TrainingRunner:
         if kept is not None:
             self._policies.keep_only(kept)
 
+    def _tidy_when_idle(self) -> None:
+        """While nothing trains. Apart from the heartbeat, which must not wait for other ranks."""
+        while not self._closed.wait(self._services.settings.lease_s / 4):
+            if not self._training.acquire(blocking=False):
+                continue
+            try:
+                with self._sound():
+                    self._tidy_slots()
+            except CodedError as error:
+                _log.warning("action=tidying_failed reason=%s", error)
+            finally:
+                self._training.release()
+
     def _fail(self, job: TrainingJob, error: CodedError) -> None:
         """One tenant's fault ends one tenant's run."""
         if not self._services.ledger.knows(job.workload):
@@ -355,11 +373,6 @@ class TrainingRunner:
                 # The lease would be renewed for ever.
                 end_process("training_hangs", f"{part_s:.0f} s in one step")
             try:
-                if self._training.acquire(blocking=False):
-                    try:
-                        self._tidy_slots()
-                    finally:
-                        self._training.release()
                 # Again and again: a control Redis that was emptied must learn it anew.
                 self._services.ledger.register_base_model(
                     self._base_model, self._service.backbone.facts()

@@ -35,7 +35,7 @@ from vla_platform.gpu_workers.algorithms.policy_gradient import (
 )
 from vla_platform.gpu_workers.algorithms.sft import Samples, sft_loss
 from vla_platform.gpu_workers.ranks.base import Alone, Ranks
-from vla_platform.gpu_workers.ranks.gradients import GradientSum
+from vla_platform.gpu_workers.ranks.gradients import GradientSum, taken_by_all
 from vla_platform.gpu_workers.ranks.share import BatchShare
 from vla_platform.gpu_workers.schedule import learning_rate
 from vla_platform.gpu_workers.slot_state import (
@@ -144,10 +144,11 @@ class Slot:
         before = self._noise.get_state(), self._dropout
         try:
             loss, norm = self._gradients(samples, share, num_microbatches)
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            reach(Failpoint.BEFORE_OPTIMIZER)
-            self._optimizer.step()
+            with taken_by_all(self._ranks):
+                for group in self._adamw.param_groups:
+                    group["lr"] = lr
+                reach(Failpoint.BEFORE_OPTIMIZER)
+                self._optimizer.step()
         except BaseException:
             self._noise.set_state(before[0])
             self._dropout = before[1]
@@ -164,10 +165,12 @@ class Slot:
     ) -> tuple[float, float]:
         with self.abandoned_on_error():
             own = self._own_gradients(samples, share, num_microbatches)
-        loss = float(self._sum(own[None]))
-        if not math.isfinite(loss):
-            raise self._diverged("loss", loss)
-        return loss, self._clip()
+        summed = self._sum(own[None])
+        with taken_by_all(self._ranks):
+            loss = float(summed)
+            if not math.isfinite(loss):
+                raise self._diverged("loss", loss)
+            return loss, self._clip()
 
     def _own_gradients(
         self, samples: Samples | None, share: BatchShare, num_microbatches: int
@@ -390,18 +393,20 @@ class _Descent:
 
     def together(self, numbers: Tensor) -> Tensor:
         found = self._slot._sum(numbers)
-        if not math.isfinite(loss := float(found[0])):
-            raise self._slot._diverged("loss", loss)
-        return found
+        with taken_by_all(self._slot._ranks):
+            if not math.isfinite(loss := float(found[0])):
+                raise self._slot._diverged("loss", loss)
+            return found
 
     def abandoned_on_error(self) -> contextlib.AbstractContextManager[None]:
         return self._slot.abandoned_on_error()
 
     def step(self) -> float:
-        norm = self._slot._clip()
-        self._slot._optimizer.step()
-        self.discard()
-        return norm
+        with taken_by_all(self._slot._ranks):
+            norm = self._slot._clip()
+            self._slot._optimizer.step()
+            self.discard()
+            return norm
 
     def discard(self) -> None:
         self._slot._adamw.zero_grad(set_to_none=True)

@@ -22,7 +22,9 @@ import torch
 from vla_platform.errors import (
     ModuleLoadError,
     NotFoundError,
+    PlatformError,
     RankLostError,
+    UnsoundWorkerError,
 )
 from vla_platform.gpu_workers.algorithms.minibatches import MAX_TOKENS
 from vla_platform.gpu_workers.backbone import Backbone, digest_of
@@ -49,7 +51,7 @@ from vla_platform.gpu_workers.samples import (
 )
 from vla_platform.gpu_workers.slot_state import Arrays, MixedPrecision, SlotConfig, SlotState
 from vla_platform.gpu_workers.slots import Slot
-from vla_platform.gpu_workers.training_items import PolicyResult, TrainItem, TrainResult
+from vla_platform.gpu_workers.training_items import MISFITS, PolicyResult, TrainItem, TrainResult
 from vla_platform.settings import Settings
 from vla_storage.errors import CodedError
 
@@ -102,7 +104,7 @@ class TrainingModelService:
 
         Mounting a mounted policy replaces its slot. `policy_version` is what a fresh slot begins
         with. Raises `ModuleLoadError` where schema, base model, state or payload do not fit, and
-        leaves what was mounted.
+        leaves what was mounted. Where another rank cannot mount it, it is mounted on none.
         """
         slot = self.build(config, state=state, params=params)
         if policy_version is not None:
@@ -110,17 +112,35 @@ class TrainingModelService:
         if self.ranks.num_ranks > 1:
             packed = PackedState.of(slot.state())
             mount = Mount(config=config, scalars=packed.scalars, state_bytes=len(packed.data))
-            with self.ranks.lead(mount):
+            with self.ranks.lead(mount) as answers:
                 self.ranks.hand_out(packed.data)
+            failed = next((error for error in answers if error is not None), None)
+            if failed is not None:
+                self._slots[config.policy_key] = slot  # as on the ranks that could
+                self.unmount(config.policy_key)
+                raise failed
         self._slots[config.policy_key] = slot
         return slot
 
-    def follow_mount(self, mount: Mount) -> None:
-        """Mount what rank 0 has mounted, in the state in which it hands it out."""
+    def follow_mount(self, mount: Mount) -> CodedError | None:
+        """Mount what rank 0 has mounted, in the state in which it hands it out. Returns what is
+        wrong with it here."""
+        policy_key = mount.config.policy_key
         data = torch.empty(mount.state_bytes, dtype=torch.uint8)
         self.ranks.hand_out(data)
-        state = PackedState(data, mount.scalars).state()
-        self._slots[mount.config.policy_key] = self.build(mount.config, state=state)
+        try:
+            state = PackedState(data, mount.scalars).state()
+            self._slots[policy_key] = self.build(mount.config, state=state)
+        except UnsoundWorkerError:
+            raise
+        except CodedError as error:
+            return error
+        except MISFITS as error:
+            self._check_device(error)
+            return PlatformError(
+                f"rank {self.ranks.rank} cannot mount {policy_key}: {error}", policy_key=policy_key
+            )
+        return None
 
     def build(
         self,
@@ -220,7 +240,8 @@ class TrainingModelService:
     def train_batch(
         self, policy_key: str, columns: Columns, *, num_microbatches: int = 1
     ) -> TrainResult:
-        """One update of one policy. Raises what went wrong."""
+        """One update of one policy, by one rank: no other finds these rows. Raises what went
+        wrong."""
         outcome = self.train_group([TrainItem(policy_key, columns, num_microbatches)])[0]
         if isinstance(outcome, CodedError):
             raise outcome

@@ -121,10 +121,10 @@ def descend(
             counts = [share.valid[place] for place in places]
             if not any(counts):
                 continue
-            totals = Totals.counted(counts, device)
-            parts = share.passes(places, max_tokens=max_tokens)
             shares = []
             with descent.abandoned_on_error():
+                totals = Totals.counted(counts, device)
+                parts = share.passes(places, max_tokens=max_tokens)
                 for part in parts:
                     drawn = draw(part.num_rows)
                     if given is not None and part.own:

@@ -33,7 +33,8 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """Build a slot; its state follows, `state_bytes` as `vla_storage.tensors` writes them."""
+    """Build a slot; its state follows, `state_bytes` as `vla_storage.tensors` writes them. Answer:
+    the error, or None."""
 
     config: SlotConfig
     scalars: dict[str, Any]

@@ -119,7 +119,7 @@ class Follower:
         service = self._services[base_model]
         match command:
             case Mount():
-                service.follow_mount(command)
+                return service.follow_mount(command)
             case Unmount():
                 service.unmount(command.policy_key)
             case Digest():

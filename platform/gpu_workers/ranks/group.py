@@ -5,8 +5,8 @@ Celery worker that nobody launches; a slot's loss is no `forward` that DDP could
 loss are summed, not averaged; gradients, numbers and failures go in one collective (`gradients`).
 What accelerate is good for stays in the slot: precision, gradient scaling, accumulation.
 
-All ranks are processes of one machine. They meet through a file in a folder of their user's, and
-gloo listens on the loopback device only, for it knows no passwords.
+All ranks are processes of one machine. They meet through a file (`folder`), and listen on the
+loopback device only, for gloo and nccl know no passwords. nccl has not been run by us.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ProcessGroup:
         self, folder: Path, *, rank: int, num_ranks: int, device: str, timeout_s: float
     ) -> None:
         """Returns when all ranks are there."""
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # torch takes it from nowhere else
+        for backend in ("GLOO", "NCCL"):  # they take it from nowhere else
+            os.environ[f"{backend}_SOCKET_IFNAME"] = "lo"
         with _lost():
             distributed.init_process_group(
                 BACKENDS[torch.device(device).type],
@@ -44,7 +45,8 @@ class ProcessGroup:
                 world_size=num_ranks,
                 timeout=timedelta(seconds=max(timeout_s, SHORTEST_S)),
             )
-            for kind in {"cpu", device}:  # connections are made with the first collective
+            # Connections are made with the first collective: in the same order on all ranks.
+            for kind in dict.fromkeys(("cpu", device)):
                 self.add_up(torch.zeros(1, device=kind))
 
     def add_up(self, numbers: Tensor) -> None:

@@ -13,11 +13,9 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +24,7 @@ from torch import Tensor
 from vla_platform.errors import ConfigurationError, RankLostError, UnsoundWorkerError
 from vla_platform.gpu_workers.ranks.base import Ranks
 from vla_platform.gpu_workers.ranks.commands import Command
+from vla_platform.gpu_workers.ranks.folder import meeting_folder
 from vla_platform.gpu_workers.ranks.group import ProcessGroup
 from vla_platform.gpu_workers.ranks.link import Begin, Do, Done, Link, Loaded, Meet, Told
 from vla_platform.settings import Settings
@@ -45,9 +44,15 @@ class Team:
         """Start them. `on_lost(reason)` is called from a thread when one has ended by itself.
 
         To be made by the main thread: followers end with the thread that started them. Raises
-        `ConfigurationError` where there are fewer devices than ranks.
+        `ConfigurationError` where there are fewer devices than ranks, or several base models: each
+        would wait for the other's commands.
         """
         self.num_ranks = settings.training_ranks
+        if len(names := settings.served_models()) > 1:
+            raise ConfigurationError(
+                f"VLA_TRAINING_RANKS is {self.num_ranks}: such a worker serves one base model, "
+                f"not {', '.join(names)} (VLA_BASE_MODELS)"
+            )
         if device != "cpu":
             found = torch.cuda.device_count()
             if device != "cuda" or found < self.num_ranks:
@@ -87,10 +92,10 @@ class Team:
             loaded = link.receive(Loaded, timeout_s=LOADING_S)
             if loaded.digests != digests:
                 raise ConfigurationError(f"rank {rank} has loaded other base models than rank 0")
-        folder = self._closed.enter_context(tempfile.TemporaryDirectory(prefix="vla-ranks-"))
-        self.tell(Meet(Path(folder)))
+        folder = self._closed.enter_context(meeting_folder())
+        self.tell(Meet(folder))
         self._group = ProcessGroup(
-            Path(folder),
+            folder,
             rank=0,
             num_ranks=self.num_ranks,
             device=self._device,

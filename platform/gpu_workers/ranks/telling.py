@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from vla_platform.errors import RankFailedError
+from vla_platform.errors import RankFailedError, RankLostError
 from vla_platform.gpu_workers.ranks.share import BatchShare, OwnRows
 from vla_storage.errors import CodedError
 
@@ -63,7 +63,13 @@ class GroupHeard:
 
 
 def explained(outcome: O, answers: Sequence[CodedError | None]) -> O | CodedError:
-    """An outcome, with the error of the rank that has failed where this one only heard of it."""
+    """An outcome, with the error of the rank that has failed where this one only heard of it.
+
+    Raises `RankLostError` where another has failed in what this one has done.
+    """
+    failed = next((one for one in answers if one is not None), None)
+    if failed is not None and not isinstance(outcome, Exception):
+        raise RankLostError(f"a rank has failed in what others have done: {failed}") from failed
     if not isinstance(outcome, RankFailedError):
         return outcome
     own = (one for one in answers if one is not None and not isinstance(one, RankFailedError))

@@ -80,3 +80,9 @@ def test_as_many_devices_as_ranks_are_needed(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, "redis://nowhere")
     with pytest.raises(ConfigurationError, match="VLA_TRAINING_RANKS is 2"):
         Team(settings, device="cuda", on_lost=print)
+
+
+def test_ranks_train_on_one_base_model(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, "redis://nowhere", base_models="tiny-random,tiny")
+    with pytest.raises(ConfigurationError, match="one base model"):
+        Team(settings, device="cpu", on_lost=print)

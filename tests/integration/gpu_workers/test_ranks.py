@@ -19,6 +19,7 @@ from vla_platform.control.services import payload_store  # noqa: E402
 from vla_platform.errors import (  # noqa: E402
     DataError,
     DivergedError,
+    ModuleLoadError,
     RankLostError,
 )
 from vla_platform.gpu_workers.backbone import Backbone  # noqa: E402
@@ -321,3 +322,27 @@ def test_ranks_that_differ_publish_nothing(pair: Pair) -> None:
     with pytest.raises(RankLostError, match="differ"):
         pair.both.check_ranks(config.policy_key)
     pair.both.unmount(config.policy_key)
+
+
+class OnlyHere(tuple[str, ...]):
+    """Parts of a module that are none where they are sent to."""
+
+    def __reduce__(self) -> Any:
+        return tuple, (("nothing",),)
+
+
+def test_what_the_other_rank_cannot_mount_is_that_policys_error(pair: Pair) -> None:
+    make = config_maker(pair.backbone)
+    good = make("fits", optimizer=CALM)
+    bad = make("fits-not", optimizer=CALM, trainable=OnlyHere(("head", "state_encoder")))
+    pair.mount(good)
+    with pytest.raises(ModuleLoadError, match="nothing"):
+        pair.both.mount(bad)
+    assert bad.policy_key not in pair.both.mounted
+    columns = make_columns(good, 0, num=4)
+    [done] = pair.both.train_group([pair.item(good, columns)])
+    assert isinstance(done, TrainResult)
+    pair.alone.train_batch(good.policy_key, columns)
+    pair.assert_close(good.policy_key)
+    pair.both.unmount(good.policy_key)
+    assert pair.lost == []
