@@ -10,6 +10,7 @@ from __future__ import annotations
 from celery import Celery
 
 from vla_platform.broker import DELIVERY, environment_queues, queue
+from vla_platform.control.deafness import install as install_hearing
 from vla_platform.control.startup import install_gates
 from vla_platform.settings import Settings, load_settings
 from vla_platform.stack.readiness import announce
@@ -80,6 +81,7 @@ def create_app(settings: Settings) -> Celery:
 
 app = create_app(load_settings())
 install_gates(app)
+install_hearing(app)
 install_telemetry(app, load_settings())
 
 if load_settings().is_a("gpu"):

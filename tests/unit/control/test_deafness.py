@@ -1,0 +1,29 @@
+"""PF-03: a worker that is idle beside waiting messages hears nothing."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vla_platform.control.deafness import Hearing
+
+SILENT = {"num_waiting": 2, "is_idle": True, "num_taken": 5}
+
+
+def test_who_takes_nothing_for_several_looks_is_deaf_pf03() -> None:
+    hearing = Hearing(looks=3)
+    found = [hearing.is_deaf(**SILENT) for _ in range(5)]
+    assert found == [False, False, False, True, True]  # the first look only learns the count
+
+
+@given(st.sampled_from([{"num_waiting": 0}, {"is_idle": False}, {"num_taken": 6}, None]))
+def test_one_sign_of_hearing_begins_the_count_anew(sign: dict[str, int] | None) -> None:
+    hearing = Hearing(looks=3)
+    for _ in range(3):
+        assert not hearing.is_deaf(**SILENT)
+    if sign is None:
+        hearing.missed()
+    else:
+        assert not hearing.is_deaf(**{**SILENT, **sign})
+    again = {**SILENT, **(sign or {}), "num_waiting": 2, "is_idle": True}
+    assert [hearing.is_deaf(**again) for _ in range(3)] == [False, False, True]
