@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vla_platform.errors import PixelsLostError, PixelsUnreachableError
-from vla_storage.huge_pages import use_huge_pages
 
 SHARED_MEMORY = Path("/dev/shm")
 _log = logging.getLogger(__name__)
@@ -56,7 +55,6 @@ class Arena:
             fcntl.flock(self._file, fcntl.LOCK_EX)  # a sweeper may hold it for a moment
             # Reserved now: a full /dev/shm is an error here, not a SIGBUS at the first write.
             os.posix_fallocate(self._file, 0, self._stride * num_slots)
-            use_huge_pages(self._file, self._stride * num_slots)
             self._map = mmap.mmap(self._file, self._stride * num_slots)
         except OSError:
             self._path.unlink(missing_ok=True)

@@ -32,7 +32,6 @@ from pathlib import Path
 import numpy as np
 
 from vla_storage.errors import StorageUnavailableError, StoreUnfitError
-from vla_storage.huge_pages import use_huge_pages
 from vla_storage.tensors import Array
 
 NUM_SLOTS = 4096
@@ -187,7 +186,6 @@ def create_arena(path: Path, size_bytes: int) -> None:
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, total)
-            use_huge_pages(fd, total)
             os.pwrite(fd, _MAGIC + struct.pack("<Q", total), 0)
         finally:
             os.close(fd)
