@@ -58,6 +58,10 @@ class Folder:
                 return facts
         return None
 
+    def is_sealed(self, key: bytes | None) -> bool:
+        """Whether it lists as its publisher left it."""
+        return key is not None and self.facts(self.seal(key), key) is not None
+
     def _name(self, item: ObjectInfo) -> str:
         return item.key[len(self.prefix) :]
 

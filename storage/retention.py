@@ -1,4 +1,4 @@
-"""Which checkpoints go: a policy's retention, and the leftovers of uploads that died.
+"""Which checkpoints go: a policy's retention.
 
 First a plan, which is only read; then its removal. Right before anything is removed, the ids are
 written into the policy's marks by compare-and-swap, so that a pin comes either before, and keeps
@@ -14,17 +14,12 @@ from enum import StrEnum
 
 from vla_storage.checkpoints import MANIFEST, CheckpointRef, CheckpointStore
 from vla_storage.errors import CheckpointError, CheckpointNotFoundError
-from vla_storage.folders import Folder, Kind, folders
+from vla_storage.folders import Kind, folders
 from vla_storage.marks import Mark, Marks, change_marks, place_of, read_marks
-from vla_storage.seals import is_seal
 
 MOST_READ = 50
 """Checkpoints without a whole seal that one plan reads, each by several requests: who plans has
 other tenants' work to do."""
-
-
-MOST_COLLECTED = 200
-"""Leftovers that go at once, each by a request."""
 
 
 class Reason(StrEnum):
@@ -280,39 +275,6 @@ def _refuse_removed(marks: Marks, ref: CheckpointRef) -> None:
         )
 
 
-def collect_leftovers(
-    store: CheckpointStore, policy: str, *, older_than_s: float = 3600.0
-) -> list[str]:
-    """Delete objects that no manifest names, of uploads that died; returns their keys.
-
-    `older_than_s` spares uploads that are under way, by the store's clock. At most `MOST_COLLECTED`
-    go, and `MOST_READ` manifests are read: a folder that lists as its publisher sealed it has none.
-    """
-    limit, num_read = time.time() - older_than_s, 0
-    leftovers: list[str] = []
-    for folder in folders(store.objects.list(store.policy_prefix(policy)), store.tenant_id):
-        if folder.kind is not Kind.CHECKPOINT or folder.ref is None or _is_sealed(store, folder):
-            continue
-        named: set[str] = set()
-        if any(item.key == folder.prefix + MANIFEST for item in folder.items):
-            num_read += 1
-            if num_read > MOST_READ:
-                continue
-            try:
-                entries = store.manifest(folder.ref.id).objects
-            except CheckpointError:
-                continue  # unreadable: its objects are evidence
-            named = {MANIFEST, *(entry.relative_key for entry in entries)}
-        for item in folder.items:
-            name = item.key[len(folder.prefix) :]
-            if item.modified <= limit and name not in named and not (named and is_seal(name)):
-                leftovers.append(item.key)
-    del leftovers[MOST_COLLECTED:]
-    for key in leftovers:
-        store.objects.delete(key)
-    return leftovers
-
-
 def _listed(
     store: CheckpointStore, policy: str, workload_id: str | None
 ) -> dict[CheckpointRef, bool]:
@@ -322,13 +284,8 @@ def _listed(
     for folder in folders(store.objects.list(prefix), store.tenant_id):
         ref = folder.ref if folder.kind is Kind.CHECKPOINT else None
         if ref is not None and any(item.key == folder.prefix + MANIFEST for item in folder.items):
-            found[ref] = _is_sealed(store, folder)
+            found[ref] = folder.is_sealed(store.signing_key)
     return found
-
-
-def _is_sealed(store: CheckpointStore, folder: Folder) -> bool:
-    key = store.signing_key
-    return key is not None and folder.facts(folder.seal(key), key) is not None
 
 
 class _Wholeness:

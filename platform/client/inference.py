@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 
 from vla_platform.client.observations import Bytes, SessionFrames, bytes_of
@@ -41,6 +40,7 @@ from vla_platform.inference.protocol import (
     pack_requests,
     unpack_answers,
 )
+from vla_storage.closing import Closing
 from vla_storage.errors import CodedError
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -73,7 +73,7 @@ class _Call:
     problem: Exception | None = None
 
 
-class InferenceProxy:
+class InferenceProxy(Closing):
     """`sender(client_id)` opens the channel; `base_model_of` finds a policy's stream.
 
     `shared_memory=False` sends all pixels through the broker.
@@ -117,17 +117,6 @@ class InferenceProxy:
             base_model_of,
             shared_memory=shared_memory,
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def predict(
         self,

@@ -20,12 +20,12 @@ from vla_platform.specs import Float, Int, Spec
 from vla_platform.specs.base import Name
 from vla_platform.specs.parsing import load_json, spec_error
 from vla_storage.checkpoints import CheckpointRef
+from vla_storage.leftovers import collect_leftovers
 from vla_storage.retention import (
     Reason,
     RetentionPlan,
     RetentionRules,
     carry_out,
-    collect_leftovers,
     plan_removal,
     plan_retention,
     set_alias,

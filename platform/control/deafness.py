@@ -14,6 +14,7 @@ from typing import Any
 
 from celery import Celery, signals
 from celery.worker import state
+from kombu.transport import redis
 from redis import RedisError
 
 from vla_platform.control.services import services
@@ -22,7 +23,6 @@ from vla_platform.errors import UnavailableError
 LOOK_S = 5.0
 LOOKS = 6
 """Looks and not seconds: a process that was stopped for a while has to look again first."""
-_PRIORITIES = ("", "\x06\x163", "\x06\x166", "\x06\x169")  # kombu's lists of one queue
 _log = logging.getLogger(__name__)
 
 
@@ -78,6 +78,6 @@ def _watch(app: Celery, stopping: threading.Event) -> None:
 def _num_waiting(queues: list[str]) -> int:
     with services().ledger.client.pipeline(transaction=False) as pipe:
         for name in queues:
-            for priority in _PRIORITIES:
-                pipe.llen(name + priority)
+            for priority in redis.PRIORITY_STEPS:  # a list each
+                pipe.llen(f"{name}{redis.Channel.sep}{priority}" if priority else name)
         return sum(pipe.execute())

@@ -7,16 +7,16 @@ limit and never counts as termination.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from vla_platform.errors import ConfigurationError, DataError
+from vla_storage.closing import Closing
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Step:
         return self.terminated or self.truncated
 
 
-class Environment(ABC):
+class Environment(Closing):
     """One environment instance. Every call comes from the thread that made it."""
 
     computes_here: ClassVar[bool] = True
@@ -107,17 +107,6 @@ class Environment(ABC):
     def restore(self, snapshot: bytes) -> Observation:
         """Go back to a snapshot of the same environment. Raises `ConfigurationError`."""
         raise ConfigurationError(f"{type(self).__name__} cannot be restored")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 CAMERA_PREFIX = "observation.images."

@@ -272,6 +272,18 @@ def test_connections_that_drop_again_and_again_leave_nobody_deaf_f24_pf03(
         assert tenant.steps(one) == list(range(1, STEPS + 1))
 
 
+def test_a_worker_that_lives_and_hears_nothing_is_replaced_pf03(
+    tenant: Tenant, calm: tuple[dict[int, float], str]
+) -> None:
+    """Its consumer stands still between two messages; all its other threads go on."""
+    deaf = tenant.arm("gpu", Failpoint.AFTER_POP, 1, action="stall")
+    run = tenant.submit()
+    psutil.Process(deaf).wait(TIMEOUT_S)
+    run.result(TIMEOUT_S)
+    assert (losses(run), tenant.module(run)) == calm
+    assert tenant.steps(run) == list(range(1, STEPS + 1))
+
+
 def test_work_that_is_cancelled_while_no_worker_runs_never_starts_f19_pf07(tenant: Tenant) -> None:
     workers = [psutil.Process(tenant.stack.pid(role)) for role in ("sft", "gpu")]
     for worker in workers:

@@ -18,6 +18,7 @@ from vla_platform.control import schedule_firings, schedules, settlement
 from vla_platform.control.beat import IsolatedEntry, Scheduler
 from vla_platform.control.evaluations import Outstanding
 from vla_platform.control.schedule_policy import ScheduleState
+from vla_platform.control.schedule_states import set_aside
 from vla_platform.errors import ConflictError, NotFoundError, SpecError
 from vla_platform.specs import canonical_json
 
@@ -165,6 +166,14 @@ def test_one_that_cannot_be_read_is_set_aside_and_the_others_fire(some: Process)
     alerts = {e.values["schedule"] for e in some.emitter.events if e.values["state"] == "disabled"}
     assert alerts == {"bad-state", "bad-spec"}
     assert schedule_firings.look_at_due(some) == 0
+
+
+def test_one_that_was_removed_meanwhile_is_not_set_aside(some: Process) -> None:
+    """Its firing was on its way; what it left would keep the tenant's next one of that name."""
+    set_aside(some, "a", "nightly", "its definition is gone")
+    assert some.ledger.client.hlen("vla:t:a:schedules") == 0
+    add(some)
+    assert state(some).enabled
 
 
 def test_beat_goes_on_beside_an_entry_that_it_cannot_decode(some: Process, app: Celery) -> None:

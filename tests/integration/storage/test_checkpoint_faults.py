@@ -25,9 +25,9 @@ from vla_storage.errors import (
     StorageError,
     StorageUnavailableError,
 )
+from vla_storage.leftovers import collect_leftovers
 from vla_storage.objects import S3ObjectStore
 from vla_storage.objects.s3 import s3_client
-from vla_storage.retention import collect_leftovers
 from vla_storage.staging import CheckpointWriter
 
 pytestmark = pytest.mark.services

@@ -19,9 +19,10 @@ from vla_storage.errors import (
     ManifestInvalidError,
     ObjectExistsError,
 )
+from vla_storage.leftovers import collect_leftovers
 from vla_storage.manifests import Manifest
 from vla_storage.objects import MemoryObjectStore
-from vla_storage.retention import apply_retention, collect_leftovers
+from vla_storage.retention import apply_retention
 
 KEY = b"platform key of the tests"
 Make = Callable[..., Checkpoint]
