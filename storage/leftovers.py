@@ -16,12 +16,13 @@ MOST_COLLECTED = 200
 
 
 def collect_leftovers(
-    store: CheckpointStore, policy: str, *, older_than_s: float = 3600.0
+    store: CheckpointStore, policy: str, *, older_than_s: float = 86_400.0
 ) -> list[str]:
     """Delete objects that no manifest names, of uploads that died; returns their keys.
 
-    `older_than_s` spares uploads that are under way, by the store's clock. At most `MOST_COLLECTED`
-    go, and `MOST_READ` manifests are read: a folder that lists as its publisher sealed it has none.
+    `older_than_s` spares uploads that are under way, or go on after an outage with what is there
+    already; by the store's clock. At most `MOST_COLLECTED` go, and `MOST_READ` manifests are read:
+    a folder that lists as its publisher sealed it has none.
     """
     limit, num_read = time.time() - older_than_s, 0
     leftovers: list[str] = []
