@@ -16,6 +16,10 @@ The same processes are held in both, so worker time is wall time. `worker_time_e
 baseline that encodes again over the shared run that does not, for the one is what a tenant has
 without this platform and the other what it has with it; `..._recompute` has both encode again, and
 the details give the ratio with both encoding once. A utilisation is busy seconds over wall time.
+
+`backbone_forwards_per_sample` counts every sample that a rollout made, also those of groups that
+the filter drops afterwards for equal rewards: each was encoded to act, and encode-once is about how
+often it is encoded again. The details have the same over the samples that were trained.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ class Pass:
     training_s: float = 0.0
     inference_s: float = 0.0
     backbone_rows: int = 0  # rows that went through the backbone, for acting or for training
-    rl_samples: int = 0
+    rl_samples: int = 0  # that rollouts made
+    rl_trained: int = 0  # of them, those that a group filter did not drop
 
     @property
     def training_utilisation(self) -> float:
@@ -117,8 +122,13 @@ class Bench:
             elif event["workload"] in runs and event["kind"] in ("step", "update"):
                 found.training_s += values["cost_s"]
                 if event["kind"] == "update":
-                    found.rl_samples += values["num_rows"]
+                    found.rl_trained += values["num_rows"]
                     found.backbone_rows += values["num_rows"] if values["backbone_forwards"] else 0
+        ledger = self.admin.ledger.client
+        for key in ledger.scan_iter("vla:j:*"):
+            workload, kind, samples = ledger.hmget(key, "workload", "task_type", "sample_count")
+            if workload in runs and kind == "rl":
+                found.rl_samples += int(samples or 0)
 
     def _spec(self, name: str, *, encode_once: bool) -> dict[str, Any]:
         policy = f"p{self.number}"
@@ -227,6 +237,7 @@ def report(passes: dict[tuple[bool, bool], list[Pass]]) -> None:
 
     kept = passes[True, True]
     forwards = statistics.median(one.backbone_rows / max(1, one.rl_samples) for one in kept)
+    trained = statistics.median(one.backbone_rows / max(1, one.rl_trained) for one in kept)
     efficiency = "worker_time_efficiency"
     training, inference = "training_utilisation", "inference_utilisation"
     details: dict[str, Any] = {
@@ -236,6 +247,7 @@ def report(passes: dict[tuple[bool, bool], list[Pass]]) -> None:
         for (shared, once), found in passes.items()
     }
     details[f"{efficiency}_both_once"] = round(gain("wall_s", True, True, inverse=True), 3)
+    details["backbone_forwards_per_trained_sample"] = round(trained, 3)
     print_result(
         "mixed_workload",
         {

@@ -10,58 +10,33 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import Any
 
-import numpy as np
-
-from vla_platform.errors import (
-    PlatformError,
-    PoisonError,
-    QueueFullError,
-    RequestError,
-    UnsoundWorkerError,
-)
+from vla_platform.errors import PlatformError, UnsoundWorkerError
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.group_batching import Batch, GroupBatching, Part
 from vla_platform.gpu_workers.inference import Engine, Outcome, RunCost, RunPart
+from vla_platform.gpu_workers.intake import Intake
 from vla_platform.gpu_workers.items import (
     Answered,
     BatchReport,
     Item,
     Observer,
-    OpenDelivery,
-    Refused,
-    ToSend,
-    answer_to,
     deadline_passed,
     joined,
 )
+from vla_platform.gpu_workers.open_requests import OpenRequests
+from vla_platform.gpu_workers.replies import RETRY_S, Replies
 from vla_platform.inference.arena import ArenaReader
-from vla_platform.inference.channel.base import Delivery, Reply, RequestChannel
-from vla_platform.inference.protocol import (
-    Answer,
-    Prediction,
-    PredictRequest,
-    RequestFrame,
-    pack_answers,
-    request_id_of,
-    unpack_requests,
-)
+from vla_platform.inference.channel.base import RequestChannel
+from vla_platform.inference.protocol import Prediction
 from vla_storage.errors import CodedError
 
-MAX_DELIVERIES = 3
-"""A request whose third delivery did not end either is set aside: it ends its workers."""
-MAX_LOADING = 256
-"""Requests of one tenant that may wait for modules: they hold pixels and are not in a batch yet."""
 BACKLOG = 4  # batches that a worker takes from the channel ahead
 FETCH_S = 0.1
-RETRY_S = 0.2
 WATCH_S = 0.25
 
 _log = logging.getLogger(__name__)
@@ -87,18 +62,18 @@ class InferenceConsumer:
         self._engine = engine
         self._batching = batching
         self._turns = turns or DeviceTurns()
-        self._observers = list(observers)
         self._watchdog_s = watchdog_s
         self._renew_s = renew_s
         self._on_hang = on_hang
+        self._changed = threading.Condition()  # guards the batching policy
         self._arenas = arenas or ArenaReader()
-        self._changed = threading.Condition()  # guards the batching policy and what is open
-        self._open: dict[Any, OpenDelivery] = {}
-        self._items: dict[tuple[str, str], Item] = {}
-        self._loading: dict[str, int] = defaultdict(int)  # requests that wait for a module
-        self._replies: queue.SimpleQueue[ToSend | None] = queue.SimpleQueue()
+        self._requests = OpenRequests()
+        self._replies = Replies(channel, self._requests, release=self._release, observers=observers)
+        self._intake = Intake(
+            channel, engine, self._requests, self._replies, arenas=self._arenas, offer=self._offer
+        )
         self._stopping = threading.Event()  # take nothing new
-        self._halted = threading.Event()  # give up what cannot be sent
+        self._halted = threading.Event()  # there is nothing more to watch
         self._busy_since: float | None = None
         self._num_batches = 0
         self._threads = {
@@ -108,7 +83,7 @@ class InferenceConsumer:
             for name, run in (
                 ("fetch", self._fetch_loop),
                 ("device", self._device_loop),
-                ("reply", self._reply_loop),
+                ("reply", self._replies.run),
                 ("watch", self._watch_loop),
             )
         }
@@ -125,12 +100,11 @@ class InferenceConsumer:
         with self._changed:
             self._changed.notify_all()
         self._threads["device"].join(max(0.1, end - time.monotonic()))
-        self._replies.put(None)
+        self._replies.end()
         self._threads["reply"].join(max(0.1, end - time.monotonic()))
+        self._replies.halt()
         self._halted.set()
-        with self._changed:
-            left = [one.delivery for one in self._open.values()]
-            self._open.clear()
+        left = self._requests.give_up()
         if left:
             with contextlib.suppress(CodedError):
                 self._channel.hand_back(left)
@@ -172,140 +146,24 @@ class InferenceConsumer:
                 continue
             was_down = False
             for delivery in deliveries:
-                self._take(delivery)
+                self._intake.take(delivery)
             if time.monotonic() - looked > 5.0:
                 looked = time.monotonic()
                 self._arenas.forget_closed()
 
-    def _take(self, delivery: Delivery) -> None:
-        with self._changed:
-            if delivery.tag in self._open:
-                return  # claimed from ourselves: it is being worked on
-        try:
-            frame = unpack_requests(delivery.frame)
-        except CodedError as error:
-            self._bury(delivery, str(error))
-            return
-        if delivery.attempts > MAX_DELIVERIES:
-            self._refuse_poison(delivery, frame)
-            return
-        now = time.monotonic()
-        opened = OpenDelivery(delivery, frame.client, now, len(frame.requests))
-        with self._changed:
-            self._open[delivery.tag] = opened
-        if not frame.requests:
-            self._acknowledge(opened)
-        items = [self._item(opened, frame, raw, now) for raw in frame.requests]
-        self._offer([item for item in items if item is not None and self._prepare(item)])
-
-    def _item(
-        self, opened: OpenDelivery, frame: RequestFrame, raw: dict[str, Any], now: float
-    ) -> Item | None:
-        """A request with its pixels; None where it has its answer already."""
-        try:
-            request = PredictRequest.from_dict(raw)
-        except RequestError as error:
-            self._replies.put((Refused(opened, request_id_of(raw), error), None))
-            return None
-        deadline = now + request.timeout_s - opened.delivery.age_s
-        item = Item(opened, request, deadline, alone=opened.delivery.attempts > 1)
-        with self._changed:
-            is_second = item.key in self._items
-            if is_second:  # sent again while the first is at work: that one's answer will do
-                opened.num_left -= 1
-            else:
-                self._items[item.key] = item
-        if is_second:
-            if opened.num_left == 0:
-                self._acknowledge(opened)
-            return None
-        if deadline <= now:
-            self._answer([(item, deadline_passed(item))])
-            return None
-        try:
-            item.pixels = self._pixels(frame, request)
-        except CodedError as error:
-            self._answer([(item, error)])
-            return None
-        return item
-
-    def _pixels(self, frame: RequestFrame, request: PredictRequest) -> Any:
-        first, generation = request.place
-        if generation >= 0:
-            if frame.arena is None:
-                raise RequestError("a request points into an arena that its frame does not name")
-            return self._arenas.read(frame.arena, first, generation, request.size_bytes)
-        if not 0 <= first <= len(frame.body) - request.size_bytes:
-            raise RequestError("a request points outside its frame")
-        return np.frombuffer(frame.body, np.uint8, request.size_bytes, first)
-
-    def _prepare(self, item: Item) -> bool:
-        """Whether the request may be queued now; else it is answered, or waits for its module."""
-        try:
-            found = self._engine.prepare(item.tenant, item.sender, item.request, item.pixels)
-        except CodedError as error:
-            self._answer([(item, error)])
-            return False
-        except Exception as error:
-            _log.exception("action=prepare_failed request=%s", item.request.request_id)
-            self._answer([(item, PlatformError(f"the request could not be prepared: {error}"))])
-            return False
-        if isinstance(found, Future):
-            self._wait_for_module(item, found)
-            return False
-        item.prepared = found
-        item.lane = f"alone {item.request.request_id}" if item.alone else found.lane
-        return True
-
-    def _wait_for_module(self, item: Item, loading: Future[Any]) -> None:
-        with self._changed:
-            self._loading[item.tenant] += 1
-            is_too_many = self._loading[item.tenant] > MAX_LOADING
-        if is_too_many:
-            loading = Future()
-            loading.set_exception(
-                QueueFullError("too many requests wait for a module to load", tenant=item.tenant)
-            )
-        loading.add_done_callback(lambda done: self._module_is_in(item, done))
-
-    def _module_is_in(self, item: Item, done: Future[Any]) -> None:
-        """Called by a loading thread."""
-        with self._changed:
-            self._loading[item.tenant] -= 1
-        error = CancelledError() if done.cancelled() else done.exception()
-        if error is None:
-            if self._prepare(item):
-                self._offer([item])
-        elif isinstance(error, CodedError):
-            self._answer([(item, error)])
-        else:
-            self._answer([(item, PlatformError(f"the module could not be loaded: {error!r:.200}"))])
-
     def _offer(self, items: list[Item]) -> None:
-        if items:
-            with self._changed:
-                now = time.monotonic()
-                for item in items:
-                    self._batching.offer(item, now)
-                self._changed.notify_all()
+        with self._changed:
+            now = time.monotonic()
+            for item in items:
+                self._batching.offer(item, now)
+            self._changed.notify_all()
 
-    def _refuse_poison(self, delivery: Delivery, frame: RequestFrame) -> None:
-        error = PoisonError(
-            f"the request ended {delivery.attempts - 1} workers and is set aside",
-            attempts=delivery.attempts - 1,
-        )
-        ids = [request_id_of(raw) for raw in frame.requests]
-        answers = [Answer(request_id=name, error=error.to_dict()) for name in ids]
-        _log.error("action=request_poisoned tenant=%s requests=%s", delivery.tenant, ids)
-        with contextlib.suppress(CodedError):
-            reply = Reply(tenant=delivery.tenant, client=frame.client, frame=pack_answers(answers))
-            self._channel.settle([reply], [])
-        self._bury(delivery, str(error))
-
-    def _bury(self, delivery: Delivery, reason: str) -> None:
-        _log.warning("action=entry_buried tenant=%s reason=%s", delivery.tenant, reason)
-        with contextlib.suppress(CodedError):
-            self._channel.bury(delivery, reason)
+    def _release(self, item: Item) -> None:
+        """It has its answer: its module and its pixels' buffer are free. Any thread."""
+        if item.prepared is not None:
+            self._engine.release(item.prepared)
+        if item.request.place[1] >= 0 and item.pixels is not None:
+            self._arenas.give_back(item.pixels)
 
     # --- running ---
 
@@ -328,7 +186,7 @@ class InferenceConsumer:
                 now = time.monotonic()
                 late = self._batching.expire(now)
                 if late:
-                    self._answer([(item, deadline_passed(item)) for item in late])
+                    self._replies.put([(item, deadline_passed(item)) for item in late])
                 if self._stopping.is_set() and not self._threads["fetch"].is_alive():
                     return self._batching.flush(now)
                 batch = self._batching.take(now)
@@ -355,10 +213,11 @@ class InferenceConsumer:
                 self._batching.answered(item, now)
             self._changed.notify_all()  # there is room for more
             nobody_waits = not self._batching.num_samples
-        if nobody_waits and answered:
-            self._reply(answered)  # the device has nothing to do that handing over would save
-            answered = []
-        self._replies.put((answered, self._report(batch, outcomes, cost)))
+        if nobody_waits:
+            self._replies.send(answered)  # handing over would save the device nothing
+        else:
+            self._replies.put(answered)
+        self._replies.report(self._report(batch, outcomes, cost))
 
     def _outcomes(self, parts: Sequence[Part[Item]]) -> tuple[list[Outcome], RunCost]:
         """All at once; where that fails, one by one, so that one bad request fails alone."""
@@ -421,88 +280,6 @@ class InferenceConsumer:
             num_failed=sum(isinstance(outcome, CodedError) for outcome in outcomes),
         )
 
-    # --- replying ---
-
-    def _answer(self, answered: list[Answered]) -> None:
-        for item, _ in answered:
-            item.is_answered = True
-        self._replies.put((answered, None))
-
-    def _acknowledge(self, opened: OpenDelivery) -> None:
-        """There is nothing to say about this delivery, or no more."""
-        with contextlib.suppress(CodedError):
-            self._channel.settle([], [opened.delivery])
-        with self._changed:
-            self._open.pop(opened.delivery.tag, None)
-
-    def _reply_loop(self) -> None:
-        while True:
-            first = self._replies.get()
-            if first is None:
-                return
-            answered, report = first
-            if isinstance(answered, Refused):
-                self._refuse(answered)
-            elif answered:
-                self._reply(answered)
-            if report is not None:
-                for observe in self._observers:
-                    try:
-                        observe(report)
-                    except Exception:
-                        _log.exception("action=observer_failed")
-
-    def _reply(self, answered: list[Answered]) -> None:
-        by_client: dict[tuple[str, str], list[Answer]] = defaultdict(list)
-        done: list[Delivery] = []
-        with self._changed:
-            for item, outcome in answered:
-                by_client[item.tenant, item.sender].append(answer_to(item, outcome))
-                if self._items.get(item.key) is item:
-                    del self._items[item.key]
-                item.opened.num_left -= 1
-                if item.opened.num_left == 0:
-                    done.append(item.opened.delivery)
-        for item, _ in answered:
-            if item.prepared is not None:
-                self._engine.release(item.prepared)
-            if item.request.place[1] >= 0 and item.pixels is not None:
-                self._arenas.give_back(item.pixels)
-        replies = [
-            Reply(tenant=tenant, client=client, frame=pack_answers(answers))
-            for (tenant, client), answers in by_client.items()
-        ]
-        self._settle(replies, done)
-        with self._changed:
-            for delivery in done:
-                self._open.pop(delivery.tag, None)
-
-    def _refuse(self, refused: Refused) -> None:
-        opened = refused.opened
-        answer = Answer(request_id=refused.request_id, error=refused.error.to_dict())
-        tenant = opened.delivery.tenant
-        with self._changed:
-            opened.num_left -= 1
-            done = [opened.delivery] if opened.num_left == 0 else []
-        reply = Reply(tenant=tenant, client=opened.client, frame=pack_answers([answer]))
-        self._settle([reply], done)
-        with self._changed:
-            for delivery in done:
-                self._open.pop(delivery.tag, None)
-
-    def _settle(self, replies: list[Reply], done: list[Delivery]) -> None:
-        """A broker that is down for a while gets the answers late; for longer, not at all: clients
-        have sent again by then, and what was not acknowledged is worked on again."""
-        end = time.monotonic() + 10.0
-        while True:
-            try:
-                self._channel.settle(replies, done)
-                return
-            except CodedError as error:
-                _log.warning("action=reply_failed reason=%s", error)
-                if time.monotonic() > end or self._halted.wait(RETRY_S):
-                    return
-
     # --- watching ---
 
     def _watch_loop(self) -> None:
@@ -517,8 +294,7 @@ class InferenceConsumer:
             if now - renewed < self._renew_s:
                 continue
             renewed = now
-            with self._changed:
-                old = [o.delivery for o in self._open.values() if now - o.since > self._renew_s]
+            old = self._requests.before(now - self._renew_s)
             if old:
                 with contextlib.suppress(CodedError):
                     self._channel.renew(old)

@@ -12,7 +12,6 @@ from vla_platform.errors import DeadlineError
 from vla_platform.gpu_workers.inference import Outcome
 from vla_platform.inference.channel.base import Delivery
 from vla_platform.inference.protocol import ARRAYS, Answer, Prediction, PredictRequest
-from vla_storage.errors import CodedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +74,7 @@ class Item:
         return self.tenant, self.request.request_id
 
 
-@dataclass(frozen=True)
-class Refused:
-    """What came as a request and is none."""
-
-    opened: OpenDelivery
-    request_id: str
-    error: CodedError
-
-
 Answered = tuple[Item, Outcome]
-ToSend = tuple[list[Answered] | Refused, BatchReport | None]
 
 
 def deadline_passed(item: Item) -> DeadlineError:
