@@ -86,7 +86,8 @@ def adapter(num: int) -> contextlib.AbstractContextManager[Advance]:
 
 @contextlib.contextmanager
 def hosted(num: int, isolation: str) -> Iterator[Advance]:
-    from vla_platform.envs.host import EnvironmentHost, HostLimits, Isolation
+    from vla_platform.envs.host import EnvironmentHost, HostLimits
+    from vla_platform.envs.runner_pool import Isolation
     from vla_platform.envs.sessions import EnvironmentRequest
 
     host = EnvironmentHost(HostLimits(lease_s=3600.0, processes=min(num, os.cpu_count() or 1)))

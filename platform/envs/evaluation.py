@@ -22,9 +22,10 @@ from vla_platform.envs.evaluation_records import (
     record_of,
 )
 from vla_platform.envs.groups import SessionGroup
-from vla_platform.envs.host import EnvironmentHost, Isolation
+from vla_platform.envs.host import EnvironmentHost
 from vla_platform.envs.policies import Policy, needs_expert
 from vla_platform.envs.rollout import Emit
+from vla_platform.envs.runner_pool import Isolation
 from vla_platform.envs.seeds import Use, derive_seed
 from vla_platform.envs.sessions import EnvironmentRequest, Outcome
 from vla_platform.envs.suites import Case, Suite

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vla_platform.envs.base import EnvironmentInfo, Observation
-from vla_platform.envs.host import EnvironmentHost, Isolation
+from vla_platform.envs.host import EnvironmentHost
+from vla_platform.envs.runner_pool import Isolation
 from vla_platform.envs.sessions import EnvironmentRequest, Outcome
 from vla_platform.errors import NotFoundError
 from vla_storage.closing import Closing

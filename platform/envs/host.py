@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,25 +26,15 @@ from vla_platform.envs.batches import Batch, BlockingBatch
 from vla_platform.envs.failures import Failure
 from vla_platform.envs.harnesses import check_request
 from vla_platform.envs.parking import Parking
-from vla_platform.envs.processes import ChildProcess, ProcessRunner, resident_bytes
-from vla_platform.envs.runners import Call, Op, Runner, SessionThread
+from vla_platform.envs.processes import ProcessRunner, resident_bytes
+from vla_platform.envs.runner_pool import Isolation, RunnerPool
+from vla_platform.envs.runners import Call, Op, Runner
 from vla_platform.envs.sessions import EnvironmentRequest, Outcome
 from vla_platform.errors import NotFoundError, QuotaError, SimulatorError, UnavailableError
 from vla_storage.errors import CodedError
 
 T = TypeVar("T")
 Actions = npt.NDArray[np.float32]
-
-
-class Isolation(StrEnum):
-    """Where the simulator of a session runs."""
-
-    THREAD = "thread"
-    """On a thread of the host: cheapest, for simulators that stay alive."""
-    SHARED = "shared"
-    """In one of the host's child processes, several sessions each: uses all cores."""
-    PROCESS = "process"
-    """In a child process of its own: for what is not trusted to stay alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +91,12 @@ class EnvironmentHost:
 
     def __init__(self, limits: HostLimits | None = None, *, plugins: Sequence[str] = ()) -> None:
         self.limits = limits or HostLimits()
-        self._plugins = tuple(plugins)
         self._sessions: dict[str, _Hosted] = {}
         self._parking: Parking[_Hosted] = Parking(self.limits.parked_s)
-        self._shared: list[ChildProcess] = []
+        self._runners = RunnerPool(
+            processes=self.limits.processes, memory_bytes=self.limits.memory_bytes,
+            in_use=self._in_use, plugins=plugins,
+        )  # fmt: skip
         self._lost_threads = 0  # abandoned in a call that never returned
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="environment-host", daemon=True)
@@ -170,7 +161,7 @@ class EnvironmentHost:
             tenant=tenant,
             request=request,
             isolation=isolation,
-            runner=self._new_runner(isolation),
+            runner=self._runners.new(isolation),
             remote=remote,
         )
         self._sessions[one.id] = one
@@ -290,8 +281,7 @@ class EnvironmentHost:
             return
         self._watcher.cancel()
         self.call(self._end_all()).result(3 * self.limits.close_s)
-        for child in self._shared:
-            child.kill()
+        self._runners.kill()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
         if not self._thread.is_alive():
@@ -402,26 +392,12 @@ class EnvironmentHost:
         failure = one.broken.details["failure"] if one.broken is not None else None
         if worn or failure not in (Failure.RAISED, Failure.BAD_OUTPUT):
             one.runner.abandon()
-            one.runner = self._new_runner(one.isolation)
+            one.runner = self._runners.new(one.isolation)
         one.broken = None
         await self._run_calls([_Asked(one, Op.OPEN, {"request": one.request})])
 
-    def _new_runner(self, isolation: Isolation) -> Runner:
-        if isolation is Isolation.THREAD:
-            return SessionThread(secrets.token_hex(4))
-        if isolation is Isolation.PROCESS:
-            return ProcessRunner(ChildProcess(self._plugins), "0", alone=True)
-        fit = [child for child in self._shared if child.alive and not child.worn]
-        if len(fit) < self.limits.processes:
-            fit.append(ChildProcess(self._plugins))
-            self._shared.append(fit[-1])
-        child = min(fit, key=self._children().count)
-        return ProcessRunner(child, secrets.token_hex(4), alone=False)
-
-    def _children(self) -> list[ChildProcess]:
-        """The process of each session that has one."""
-        runners = [one.runner for one in (*self._sessions.values(), *self._parking.things)]
-        return [runner.child for runner in runners if isinstance(runner, ProcessRunner)]
+    def _in_use(self) -> list[Runner]:
+        return [one.runner for one in (*self._sessions.values(), *self._parking.things)]
 
     def _deadline_s(self, op: Op) -> float:
         limits = self.limits
@@ -449,20 +425,4 @@ class EnvironmentHost:
                 if one.last_used < end and not one.busy.locked():
                     self._sessions.pop(one.id, None)
                     await self._end(one)
-                elif one.runner.memory_bytes > 1.5 * self.limits.memory_bytes and isinstance(
-                    one.runner, ProcessRunner
-                ):
-                    one.runner.child.kill(Failure.OUT_OF_MEMORY)
-            self._replace_shared()
-
-    def _replace_shared(self) -> None:
-        """A child that is worn or too large gets no more sessions, and goes with its last one."""
-        used = self._children()
-        for child in list(self._shared):
-            size = child.memory_bytes
-            child.worn = child.worn or size > self.limits.memory_bytes
-            if size > 1.5 * self.limits.memory_bytes:
-                child.kill(Failure.OUT_OF_MEMORY)
-            if (child.worn and child not in used) or not child.alive:
-                child.kill()
-                self._shared.remove(child)
+            self._runners.tidy()

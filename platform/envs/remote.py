@@ -14,7 +14,7 @@ from typing import Any
 import redis
 
 from vla_platform.envs import wire
-from vla_platform.envs.host import EnvironmentHost, Isolation
+from vla_platform.envs.host import EnvironmentHost
 from vla_platform.envs.remote_protocol import (
     MAX_CALL_BYTES,
     REPLY_TTL_S,
@@ -22,6 +22,7 @@ from vla_platform.envs.remote_protocol import (
     open_requests,
     to_host,
 )
+from vla_platform.envs.runner_pool import Isolation
 from vla_platform.envs.sessions import EnvironmentRequest
 from vla_platform.errors import DataError, PlatformError, QuotaError
 from vla_storage.errors import CodedError

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from vla_platform.envs.groups import SessionGroup
-from vla_platform.envs.host import EnvironmentHost, Isolation
+from vla_platform.envs.host import EnvironmentHost
 from vla_platform.envs.policies import Policy, needs_expert
 from vla_platform.envs.rollout_messages import RolloutConfig, RolloutReport
 from vla_platform.envs.rollout_play import RolloutPlay
+from vla_platform.envs.runner_pool import Isolation
 from vla_platform.envs.sessions import EnvironmentRequest
 from vla_platform.envs.trajectories import columns_of, renumbered
 from vla_platform.errors import DataError

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_platform.envs.host import Isolation
+from vla_platform.envs.runner_pool import Isolation
 from vla_platform.envs.trajectories import End, EpisodeSummary
 
 ROLLOUT_VERSION = 1

@@ -19,10 +19,11 @@ from celery.worker.consumer.tasks import Tasks
 from vla_platform.client.inference import InferenceProxy
 from vla_platform.control.environment_hosts import HostState, HostTable
 from vla_platform.control.services import services
-from vla_platform.envs.host import EnvironmentHost, HostLimits, Isolation
+from vla_platform.envs.host import EnvironmentHost, HostLimits
 from vla_platform.envs.inference_policy import InferencePolicy
 from vla_platform.envs.policies import ExpertPolicy, Policy
 from vla_platform.envs.remote import RemoteSessions
+from vla_platform.envs.runner_pool import Isolation
 from vla_platform.errors import ConfigurationError
 from vla_platform.settings import Settings, load_settings
 

@@ -134,7 +134,7 @@ def test_a_failed_environment_repeats_its_case_under_the_same_seed(
     asked = suite("faulty/one", episodes=5)
     whole = run(make_host(), MemoryObjectStore(), asked)
     options = {"fault": "exit", "at": 3, "once": str(tmp_path / "failed")}
-    from vla_platform.envs.host import Isolation
+    from vla_platform.envs.runner_pool import Isolation
 
     record = run(
         make_host(), MemoryObjectStore(), replace(asked, options=options),

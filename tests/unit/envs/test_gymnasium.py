@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vla_platform.envs.host import EnvironmentHost, Isolation
+from vla_platform.envs.host import EnvironmentHost
+from vla_platform.envs.runner_pool import Isolation
 from vla_platform.envs.sessions import EnvironmentRequest
 from vla_platform.errors import SimulatorError
 

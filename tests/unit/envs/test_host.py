@@ -15,7 +15,8 @@ import pytest
 from tests.waiting import wait_until
 from vla_platform.envs.failures import Failure, failure_of
 from vla_platform.envs.groups import SessionGroup
-from vla_platform.envs.host import EnvironmentHost, Isolation
+from vla_platform.envs.host import EnvironmentHost
+from vla_platform.envs.runner_pool import Isolation
 from vla_platform.envs.sessions import EnvironmentRequest
 from vla_platform.errors import (
     DataError,
