@@ -414,10 +414,13 @@ class InferenceProxy(Closing):
 
     def _finish(self, outcomes: Sequence[tuple[_Call, Prediction | Exception]]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Any]]] = defaultdict(list)
-        for call, outcome in outcomes:
-            with self._lock:
-                if self._calls.pop(call.request.request_id, None) is None:
-                    continue
+        with self._lock:
+            ended = [
+                (call, outcome)
+                for call, outcome in outcomes
+                if self._calls.pop(call.request.request_id, None) is not None
+            ]
+        for call, outcome in ended:
             self._free(call)
             if call.loop is None:
                 call.resolve(outcome)

@@ -68,7 +68,9 @@ class InferenceConsumer:
         self._changed = threading.Condition()  # guards the batching policy
         self._arenas = arenas or ArenaReader()
         self._requests = OpenRequests()
-        self._replies = Replies(channel, self._requests, release=self._release, observers=observers)
+        self._replies = Replies(
+            channel, self._requests, release=engine.release, observers=observers
+        )
         self._intake = Intake(
             channel, engine, self._requests, self._replies, arenas=self._arenas, offer=self._offer
         )
@@ -157,13 +159,6 @@ class InferenceConsumer:
             for item in items:
                 self._batching.offer(item, now)
             self._changed.notify_all()
-
-    def _release(self, item: Item) -> None:
-        """It has its answer: its module and its pixels' buffer are free. Any thread."""
-        if item.prepared is not None:
-            self._engine.release(item.prepared)
-        if item.request.place[1] >= 0 and item.pixels is not None:
-            self._arenas.give_back(item.pixels)
 
     # --- running ---
 
@@ -254,6 +249,12 @@ class InferenceConsumer:
         item = part.request
         if item.is_answered:
             return None  # a part of it failed or expired before
+        if isinstance(outcome, Prediction):
+            assert item.pixels is not None
+            try:
+                item.pixels.check()
+            except CodedError as error:
+                outcome = error
         if isinstance(outcome, Prediction):
             item.parts.append(outcome)
             if not part.is_last:

@@ -77,7 +77,8 @@ class Engine(Protocol):
         self, tenant: str, client: str, request: PredictRequest, pixels: Pixels
     ) -> Any | Future[Any]:
         """The request ready to run (with a `lane`), or a future after which to ask again.
-        `pixels` are the caller's until the request has its answer, and then used again."""
+        `pixels` are the sender's: they must not be written to, stay until the request has its
+        answer, and may then change."""
 
     def run(self, parts: Sequence[Any]) -> tuple[list[Outcome], RunCost]:
         """An outcome per part, in order. One thread at a time."""

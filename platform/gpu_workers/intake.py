@@ -22,7 +22,7 @@ from vla_platform.gpu_workers.inference import Engine
 from vla_platform.gpu_workers.items import Item, OpenDelivery, deadline_passed
 from vla_platform.gpu_workers.open_requests import OpenRequests
 from vla_platform.gpu_workers.replies import Replies
-from vla_platform.inference.arena import ArenaReader
+from vla_platform.inference.arena import ArenaReader, Pixels
 from vla_platform.inference.channel.base import Delivery, Reply, RequestChannel
 from vla_platform.inference.protocol import (
     Answer,
@@ -110,20 +110,24 @@ class Intake:
             return None
         return item
 
-    def _pixels(self, frame: RequestFrame, request: PredictRequest) -> Any:
+    def _pixels(self, frame: RequestFrame, request: PredictRequest) -> Pixels:
         first, generation = request.place
         if generation >= 0:
             if frame.arena is None:
                 raise RequestError("a request points into an arena that its frame does not name")
-            return self._arenas.read(frame.arena, first, generation, request.size_bytes)
+            # A session's frames stay: they must not change, whoever gives up what.
+            get = self._arenas.read if request.session is not None else self._arenas.view
+            return get(frame.arena, first, generation, request.size_bytes)
         if not 0 <= first <= len(frame.body) - request.size_bytes:
             raise RequestError("a request points outside its frame")
-        return np.frombuffer(frame.body, np.uint8, request.size_bytes, first)
+        return Pixels(np.frombuffer(frame.body, np.uint8, request.size_bytes, first))
 
     def _prepare(self, item: Item) -> bool:
         """Whether the request may be queued now; else it is answered, or waits for its module."""
+        assert item.pixels is not None
+        pixels = item.pixels.data
         try:
-            found = self._engine.prepare(item.tenant, item.sender, item.request, item.pixels)
+            found = self._engine.prepare(item.tenant, item.sender, item.request, pixels)
         except CodedError as error:
             self._replies.put([(item, error)])
             return False

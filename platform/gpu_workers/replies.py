@@ -12,11 +12,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vla_platform.gpu_workers.items import (
     Answered,
     BatchReport,
-    Item,
     Observer,
     OpenDelivery,
     answer_to,
@@ -35,14 +35,14 @@ _log = logging.getLogger(__name__)
 
 
 class Replies:
-    """`release(item)` gives back what the item held of the engine and of shared memory."""
+    """`release(prepared)` tells the engine that a request has its answer."""
 
     def __init__(
         self,
         channel: RequestChannel,
         requests: OpenRequests,
         *,
-        release: Callable[[Item], None],
+        release: Callable[[Any], None],
         observers: Sequence[Observer] = (),
     ) -> None:
         self._channel = channel
@@ -89,7 +89,8 @@ class Replies:
             by_client[item.tenant, item.sender].append(answer_to(item, outcome))
         done = self._requests.answered(item for item, _ in answered)
         for item, _ in answered:
-            self._release(item)
+            if item.prepared is not None:
+                self._release(item.prepared)
         replies = [
             Reply(tenant=tenant, client=client, frame=pack_answers(answers))
             for (tenant, client), answers in by_client.items()

@@ -1,9 +1,11 @@
 """Pixels on one host: a client's shared-memory file of recycled slots.
 
 Mapped once and used again and again: page faults, not copies, are what shared memory costs. The
-client alone writes; workers read with `pread`, so a file that is cut short is a short read and
-never a fault. A slot's generation is odd while it is written; a reader compares it after reading
-and so never takes the next request's pixels for those it was sent for.
+client alone writes. A slot's generation is odd while it is written; a reader compares it when it is
+done with the pixels, and so never takes the next request's for those it was sent for.
+
+A file that is cut short while it is mapped ends its reader. So a worker maps the files of its own
+user only, who could end it anyway, and reads those of others with `pread`, which comes back short.
 
 The owner holds a lock on the file for as long as it lives. Whoever opens an arena removes the
 files whose owner is gone (`sweep`), however it went.
@@ -19,7 +21,8 @@ import os
 import re
 import secrets
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +38,6 @@ _ALIGNMENT = 4096
 """Of slots; the page before a slot holds its generation, the first one also the stride."""
 ARENA_BYTES = 48 << 20
 SMALLEST_SLOT = 64 << 10
-MAX_SIZES = 16
-MAX_BUFFER_BYTES = 32 << 20  # kept of each size
 
 
 class Arena:
@@ -137,56 +138,79 @@ class Arenas:
         return found
 
 
-class ArenaReader:
-    """The reading end of all clients' arenas on this host. `read` belongs to one thread.
+@dataclass(frozen=True)
+class Pixels:
+    """A request's bytes, flat."""
 
-    Buffers are used again once they are given back, for the reason that slots are.
-    """
+    data: npt.NDArray[np.uint8]
+    _slot: memoryview | None = None  # of a view: where its generation is
+    _generation: int = 0
+
+    def check(self) -> None:
+        """Raises `PixelsLostError`: the sender has given the request up and its slot to another
+        one, so what was seen since the last check may be anything."""
+        if self._slot is not None and int.from_bytes(self._slot, "little") != self._generation:
+            raise _lost()
+
+
+@dataclass(frozen=True)
+class _Opened:
+    file: int
+    stride: int
+    map: memoryview | None
+
+
+class ArenaReader:
+    """The reading end of all clients' arenas on this host. For one thread at a time."""
 
     def __init__(self, *, folder: Path = SHARED_MEMORY, max_open: int = 256) -> None:
         self._folder = folder
         self._max_open = max_open
-        self._open: OrderedDict[str, tuple[int, int]] = OrderedDict()  # file, stride
-        self._buffers: dict[int, deque[npt.NDArray[np.uint8]]] = {}
+        self._open: OrderedDict[str, _Opened] = OrderedDict()
 
-    def read(self, name: str, slot: int, generation: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """A slot's bytes. Raises `PixelsUnreachableError` where the file is not here (another
-        host) and `PixelsLostError` where the slot holds something else by now."""
-        file, stride = self._file(name)
-        start = slot * stride
-        if not 0 <= slot < 1 << 20 or size_bytes > stride - _ALIGNMENT:
-            raise PixelsLostError("a request points outside its arena")
-        data = self._buffer(size_bytes)
-        found = os.preadv(file, [data.data], start + _ALIGNMENT)
-        after = int.from_bytes(os.pread(file, 8, start), "little")
+    def read(self, name: str, slot: int, generation: int, size_bytes: int) -> Pixels:
+        """A copy of a slot's bytes. Raises `PixelsUnreachableError` where the file is not here
+        (another host) and `PixelsLostError` where the slot holds something else by now."""
+        opened, start = self._place(name, slot, size_bytes)
+        data = np.empty(size_bytes, np.uint8)
+        found = os.preadv(opened.file, [data.data], start + _ALIGNMENT)
+        after = int.from_bytes(os.pread(opened.file, 8, start), "little")
         if found != size_bytes or after != generation:
-            raise PixelsLostError("the pixels of a request are gone: its sender gave it up")
-        return data
+            raise _lost()
+        return Pixels(data)
 
-    def give_back(self, data: npt.NDArray[np.uint8]) -> None:
-        """Nobody looks at what `read` gave any more. Any thread."""
-        buffers = self._buffers.get(len(data))
-        if buffers is not None:
-            buffers.append(data)
+    def view(self, name: str, slot: int, generation: int, size_bytes: int) -> Pixels:
+        """The slot itself, read-only, where that is safe, else a copy; raises as `read` does.
 
-    def _buffer(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        buffers = self._buffers.get(size_bytes)
-        if buffers is None:
-            if len(self._buffers) >= MAX_SIZES:
-                self._buffers.pop(next(iter(self._buffers)))
-            count = max(1, MAX_BUFFER_BYTES // max(1, size_bytes))
-            buffers = self._buffers[size_bytes] = deque(maxlen=min(128, count))
-        try:
-            return buffers.pop()
-        except IndexError:
-            return np.empty(size_bytes, np.uint8)
+        The sender may give the slot to another request while this one is at work: check again.
+        """
+        opened, start = self._place(name, slot, size_bytes)
+        if opened.map is None or start + _ALIGNMENT + size_bytes > len(opened.map):
+            return self.read(name, slot, generation, size_bytes)
+        data = np.frombuffer(opened.map, np.uint8, size_bytes, start + _ALIGNMENT)
+        seen = Pixels(data, opened.map[start : start + 8], generation)
+        seen.check()
+        return seen
+
+    def forget_closed(self) -> int:
+        """Close the files whose owner has removed them; returns how many."""
+        gone = [name for name, one in self._open.items() if os.fstat(one.file).st_nlink == 0]
+        for name in gone:
+            os.close(self._open.pop(name).file)
+        return len(gone)
 
     def close(self) -> None:
-        for file, _ in self._open.values():
-            os.close(file)
+        for opened in self._open.values():
+            os.close(opened.file)
         self._open.clear()
 
-    def _file(self, name: str) -> tuple[int, int]:
+    def _place(self, name: str, slot: int, size_bytes: int) -> tuple[_Opened, int]:
+        opened = self._opened(name)
+        if not 0 <= slot < 1 << 20 or size_bytes > opened.stride - _ALIGNMENT:
+            raise PixelsLostError("a request points outside its arena")
+        return opened, slot * opened.stride
+
+    def _opened(self, name: str) -> _Opened:
         found = self._open.get(name)
         if found is not None:
             self._open.move_to_end(name)
@@ -201,18 +225,24 @@ class ArenaReader:
         if stride <= _ALIGNMENT:
             os.close(file)
             raise PixelsUnreachableError(f"{name} is not an arena")
-        self._open[name] = (file, stride)
+        self._open[name] = _Opened(file, stride, _mapped(file))
         while len(self._open) > self._max_open:
-            _, (oldest, _) = self._open.popitem(last=False)
-            os.close(oldest)
-        return file, stride
+            _, oldest = self._open.popitem(last=False)
+            os.close(oldest.file)
+        return self._open[name]
 
-    def forget_closed(self) -> int:
-        """Close the files whose owner has removed them; returns how many."""
-        gone = [name for name, (file, _) in self._open.items() if os.fstat(file).st_nlink == 0]
-        for name in gone:
-            os.close(self._open.pop(name)[0])
-        return len(gone)
+
+def _mapped(file: int) -> memoryview | None:
+    """The file's bytes; they stay as long as somebody looks at them. None: another user's."""
+    status = os.fstat(file)
+    if status.st_uid != os.geteuid():
+        return None
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    return memoryview(mmap.mmap(file, status.st_size, flags=flags, prot=mmap.PROT_READ))
+
+
+def _lost() -> PixelsLostError:
+    return PixelsLostError("the pixels of a request are gone: its sender gave it up")
 
 
 def sweep(folder: Path = SHARED_MEMORY) -> int:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from vla_platform.errors import DataError, RequestError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_HEAD_BYTES = 4 << 20
 MAX_ROWS = 4096
 MAX_REQUEST_BYTES = 256 << 20
@@ -260,52 +260,66 @@ ARRAYS = ("actions", "values", "log_probs", "latents")
 
 
 def pack_answers(answers: Sequence[Answer]) -> bytes:
-    heads: list[dict[str, Any]] = []
-    parts: list[Bytes] = []
+    """Predictions of one version and of equal shapes lie together, one array after the other."""
+    alike: dict[tuple[Any, ...], list[Answer]] = {}
+    errors = []
     for answer in answers:
-        head: dict[str, Any] = {"id": answer.request_id}
-        if answer.prediction is None:
-            head["error"] = answer.error
-        else:
-            one = answer.prediction
-            head["of"] = [one.policy_version, one.module_digest, one.signature, one.features_key]
-            for name in ARRAYS:
-                array = getattr(one, name)
-                if array is not None:
-                    head[name] = array.shape
-                    parts.append(np.ascontiguousarray(array, np.float32).data.cast("B"))
-        heads.append(head)
-    return pack({"v": PROTOCOL_VERSION, "answers": heads}, parts)
+        one = answer.prediction
+        if one is None:
+            errors.append([answer.request_id, answer.error])
+            continue
+        shapes = tuple(
+            (name, array.shape) for name in ARRAYS if (array := getattr(one, name)) is not None
+        )
+        of = (one.policy_version, one.module_digest, one.signature)
+        alike.setdefault((of, shapes), []).append(answer)
+    blocks: list[dict[str, Any]] = []
+    parts: list[Bytes] = []
+    for (of, shapes), members in alike.items():
+        found = [answer.prediction for answer in members if answer.prediction is not None]
+        blocks.append(
+            {
+                "ids": [answer.request_id for answer in members],
+                "of": of,
+                "features": [one.features_key for one in found],
+                "arrays": shapes,
+            }
+        )
+        for name, _ in shapes:
+            together = np.array([getattr(one, name) for one in found], np.float32)
+            parts.append(together.data.cast("B"))
+    return pack({"v": PROTOCOL_VERSION, "blocks": blocks, "errors": errors}, parts)
 
 
 def unpack_answers(frame: Bytes) -> list[Answer]:
     head, body = unpack(frame)
     floats = np.frombuffer(body, "<f4")
     answers, at = [], 0
-    for raw in head["answers"]:
-        if "error" in raw:
-            answers.append(Answer(request_id=raw["id"], error=raw["error"]))
-            continue
+    for block in head["blocks"]:
+        ids = block["ids"]
         arrays = {}
-        for name in ARRAYS:
-            if name in raw:
-                count = prod(raw[name])
-                # A copy: callers may write into theirs, and must not keep the frame alive.
-                arrays[name] = floats[at : at + count].reshape(raw[name]).copy()
-                at += count
-        version, digest, signature, features_key = raw["of"]
-        answers.append(
+        for name, shape in block["arrays"]:
+            count = len(ids) * prod(shape)
+            # A copy: callers may write into theirs, and must not keep the frame alive.
+            arrays[name] = floats[at : at + count].reshape(len(ids), *shape).copy()
+            at += count
+        version, digest, signature = block["of"]
+        answers += [
             Answer(
-                request_id=raw["id"],
+                request_id=request_id,
                 prediction=Prediction(
                     policy_version=version,
                     module_digest=digest,
                     signature=signature,
                     features_key=features_key,
-                    **arrays,
+                    **{name: array[row] for name, array in arrays.items()},
                 ),
             )
-        )
+            for row, (request_id, features_key) in enumerate(
+                zip(ids, block["features"], strict=True)
+            )
+        ]
+    answers += [Answer(request_id=name, error=error) for name, error in head["errors"]]
     return answers
 
 

@@ -33,7 +33,13 @@ from vla_platform.gpu_workers.items import BatchReport
 from vla_platform.gpu_workers.sessions import SessionWindows
 from vla_platform.inference.arena import ArenaReader
 from vla_platform.inference.channel.memory import MemoryBroker, MemoryChannel, MemorySender
-from vla_platform.inference.protocol import Prediction, PredictRequest, pack, split_row
+from vla_platform.inference.protocol import (
+    PROTOCOL_VERSION,
+    Prediction,
+    PredictRequest,
+    pack,
+    split_row,
+)
 
 
 @dataclass(frozen=True)
@@ -368,8 +374,9 @@ def test_a_worker_that_loses_a_thread_ends(bench: Bench):
 def test_rubbish_on_the_stream_is_buried_and_serving_goes_on(bench: Bench):
     sender = MemorySender(bench.broker, "0" * 32)
     sender.send("a", "base", b"rubbish")
-    sender.send("a", "base", pack({"v": 1, "client": "0" * 32, "arena": None, "requests": []}))
-    refused = {"v": 1, "client": "0" * 32, "arena": None, "requests": [{"request_id": "x"}, 5]}
+    empty = {"v": PROTOCOL_VERSION, "client": "0" * 32, "arena": None, "requests": []}
+    sender.send("a", "base", pack(empty))
+    refused = {**empty, "requests": [{"request_id": "x"}, 5]}
     sender.send("a", "base", pack(refused))
     bench.start()
     assert bench.predict(1).actions[0, 0, 0] == 1.0

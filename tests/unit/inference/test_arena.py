@@ -28,9 +28,10 @@ def test_a_slot_gives_back_what_was_written(tmp_path: Path):
         assert slot is not None
         parts = [numbers(600, seed), numbers(100, seed + 50)]
         generation = arena.write(slot, parts)
-        found = reader.read(arena.name, slot, generation, 700)
-        assert np.array_equal(np.concatenate(parts), found)
-        reader.give_back(found)
+        for get in (reader.read, reader.view):
+            found = get(arena.name, slot, generation, 700)
+            found.check()
+            assert np.array_equal(np.concatenate(parts), found.data)
         arena.give_back(slot)
     arena.close()
     reader.close()
@@ -50,29 +51,62 @@ def test_a_slot_that_was_used_again_is_never_taken_for_the_old_one(tmp_path: Pat
     assert slot is not None
     old = arena.write(slot, [numbers(10, 0)])
     arena.write(slot, [numbers(10, 1)])
-    with pytest.raises(PixelsLostError):
-        reader.read(arena.name, slot, old, 10)
+    for get in (reader.read, reader.view):
+        with pytest.raises(PixelsLostError):
+            get(arena.name, slot, old, 10)
     arena.close()
     reader.close()
+
+
+def test_a_view_tells_when_its_slot_goes_to_another_request(tmp_path: Path):
+    arena, reader = Arena(slot_bytes=10, num_slots=1, folder=tmp_path), ArenaReader(folder=tmp_path)
+    generation = arena.write(0, [numbers(10, 0)])
+    copied = reader.read(arena.name, 0, generation, 10)
+    seen = reader.view(arena.name, 0, generation, 10)
+    assert not seen.data.flags.writeable
+    seen.check()
+    arena.write(0, [numbers(10, 1)])
+    copied.check()
+    assert np.array_equal(numbers(10, 0), copied.data)
+    with pytest.raises(PixelsLostError):
+        seen.check()
+    arena.close()
+    reader.close()
+    assert np.array_equal(numbers(10, 1), seen.data)  # it stays as long as somebody looks
 
 
 @pytest.mark.parametrize(("slot", "size"), [(7, 10), (-1, 10), (0, 1 << 20), (1 << 40, 10)])
 def test_places_outside_the_arena_are_errors(tmp_path: Path, slot: int, size: int):
     arena, reader = Arena(slot_bytes=10, num_slots=1, folder=tmp_path), ArenaReader(folder=tmp_path)
-    with pytest.raises(PixelsLostError):
-        reader.read(arena.name, slot, 2, size)
+    for get in (reader.read, reader.view):
+        with pytest.raises(PixelsLostError):
+            get(arena.name, slot, 2, size)
     arena.close()
     reader.close()
 
 
-def test_a_file_that_was_cut_short_is_an_error_and_no_fault(tmp_path: Path):
+def test_another_users_file_that_was_cut_short_is_an_error_and_no_fault(tmp_path: Path):
     """A mapping would end the worker with SIGBUS; a read comes back short."""
     arena, reader = Arena(slot_bytes=10, num_slots=2, folder=tmp_path), ArenaReader(folder=tmp_path)
     generation = arena.write(1, [numbers(10, 0)])
-    reader.read(arena.name, 1, generation, 10)
+    try:
+        os.chown(tmp_path / arena.name, os.geteuid() + 1, -1)
+    except PermissionError:
+        pytest.skip("only root may give a file to another user")
+    assert np.array_equal(numbers(10, 0), reader.view(arena.name, 1, generation, 10).data)
     os.truncate(tmp_path / arena.name, 4096)
     with pytest.raises(PixelsLostError):
-        reader.read(arena.name, 1, generation, 10)
+        reader.view(arena.name, 1, generation, 10)
+    reader.close()
+    arena.close()
+
+
+def test_a_place_behind_the_end_of_a_file_is_an_error(tmp_path: Path):
+    arena, reader = Arena(slot_bytes=10, num_slots=2, folder=tmp_path), ArenaReader(folder=tmp_path)
+    os.truncate(tmp_path / arena.name, 4096)  # before anybody maps it
+    for get in (reader.read, reader.view):
+        with pytest.raises(PixelsLostError):
+            get(arena.name, 1, 2, 10)
     reader.close()
     arena.close()
 
