@@ -37,6 +37,7 @@ from vla_storage.errors import CodedError
 
 BACKLOG = 4  # batches that a worker takes from the channel ahead
 FETCH_S = 0.1
+HEAD_START_S = 0.0003
 WATCH_S = 0.25
 
 _log = logging.getLogger(__name__)
@@ -149,6 +150,8 @@ class InferenceConsumer:
             was_down = False
             for delivery in deliveries:
                 self._intake.take(delivery)
+            if deliveries:
+                self._let_the_device_start()
             if time.monotonic() - looked > 5.0:
                 looked = time.monotonic()
                 self._arenas.forget_closed()
@@ -159,6 +162,14 @@ class InferenceConsumer:
             for item in items:
                 self._batching.offer(item, now)
             self._changed.notify_all()
+
+    def _let_the_device_start(self) -> None:
+        """This thread would take the interpreter from it again to ask for more."""
+        with self._changed:
+            now = time.monotonic()
+            due = self._batching.due(now)
+            if self._busy_since is None and due is not None and due <= now:
+                self._changed.wait(HEAD_START_S)
 
     # --- running ---
 
