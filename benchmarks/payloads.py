@@ -4,8 +4,8 @@
 
 A partition of 77 MB (64 rows: 8 frames 224x224x3 uint8, state, action chunk, log-probabilities) is
 put by one process and read by another: one small column, all with every byte touched, the listing.
-All contenders take turns in every round, so that other load hits each of them. Baselines run in
-environments of their own below `var/benchmarks/`, made on demand.
+All contenders take turns in every round, in changing order, so that other load hits each of them.
+Baselines run in environments of their own below `var/benchmarks/`, made on demand.
 
 Ratios are of median times, the other's over ours: above 1 we are faster. `ray` includes asking the
 actor that knows a partition's objects, which have no names; `ray_bare` in the details does not.
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -149,9 +150,10 @@ Samples = dict[str, dict[str, list[float]]]
 def measure(contenders: list[Contender], rounds: int) -> tuple[Samples, Samples]:
     times: Samples = {c.name: {operation: [] for operation in OPERATIONS} for c in contenders}
     grown: Samples = {c.name: {operation: [] for operation in OPERATIONS} for c in contenders}
+    order = random.Random(0)
     for number in range(-1, rounds):
-        first = number % len(contenders)  # nobody always comes after the same one
-        for contender in contenders[first:] + contenders[:first]:
+        # Turns in any order: who comes after a large one finds the caches full of its bytes.
+        for contender in order.sample(contenders, len(contenders)):
             for operation in OPERATIONS:
                 answer = contender.call(operation, f"p{number + 1}")
                 if number >= 0:  # the first round warms up
