@@ -223,7 +223,7 @@ class InferenceModelService:
         frames = [pixels[at : at + size] for at in range(0, len(pixels), size)]
         if request.session is None:
             return [[frame] for frame in frames]
-        kept = [frame.copy() for frame in frames]  # the bytes' buffer will be used again
+        kept = [frame.copy() for frame in frames]  # what they lie in goes with the answer
         window = self.sessions.advance(tenant, client, request.session, kept)
         return [list(window)]
 
