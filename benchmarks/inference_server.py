@@ -47,7 +47,7 @@ class StandInEngine:
         self.model = StandIn(num_tenants)
 
     def prepare(self, tenant: str, client: str, request: PredictRequest, pixels: Any) -> Prepared:
-        return Prepared(tenant, pixels)
+        return Prepared(tenant, pixels.copy())
 
     def run(self, parts: Sequence[Any]) -> tuple[list[Outcome], RunCost]:
         tenants = [int(part.prepared.tenant.removeprefix("t")) for part in parts]

@@ -28,7 +28,7 @@ CodedError (vla_storage.errors)
     │   ├── QueueFullError        client: too many of the tenant's requests wait; retry later
     │   ├── HistoryLostError      proxy: the session's window is gone; it sends the whole window
     │   ├── PixelsUnreachableError proxy: worker on another host; it sends the bytes themselves
-    │   ├── PixelsLostError       proxy: the slot was used again; the sender had given up
+    │   ├── PixelsLostError       proxy: the slot was used again; it sends the call again
     │   └── PoisonError           client: the request ended several workers; it is set aside
     ├── UnavailableError          client: broker or store does not answer; retry helps
     ├── ConfigurationError        start-up: settings or services break a rule; says which

@@ -7,10 +7,14 @@ from collections.abc import Callable
 
 
 def wait_until(
-    condition: Callable[[], object], timeout_s: float = 120.0, *, every_s: float = 0.02
+    condition: Callable[[], object],
+    timeout_s: float = 120.0,
+    *,
+    every_s: float = 0.02,
+    what: str = "the condition",
 ) -> None:
     """Fails where `condition` has not come true in `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
+        assert time.monotonic() < end, f"{what} did not come true"
         time.sleep(every_s)

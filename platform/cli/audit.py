@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vla_platform.cli.output import Format, console, emit, table_of
-from vla_platform.cli.tenants import Var, operator
+from vla_platform.cli.output import Format, Var, console, emit, table_of
+from vla_platform.cli.tenants import operator
 from vla_platform.control.audit_page import render, summary
 from vla_platform.control.audits import Audits, audit_tenants
 from vla_storage.audit_archive import AuditArchive

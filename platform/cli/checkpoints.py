@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vla_platform.cli.output import Format, Url, connect, emit, table_of
+from vla_platform.cli.output import Format, Url, Var, connect, emit, table_of
 from vla_platform.cli.tenants import operator
 from vla_storage.canary import Match
 from vla_storage.checkpoints import CheckpointStore
@@ -55,7 +55,7 @@ def verify(
         str, typer.Option(help="a folder or hub id of the base model; default: its name")
     ] = "",
     tenant: Annotated[str, typer.Option(help="operators: whose it is; checks signatures")] = "",
-    var: Annotated[Path, typer.Option(help="operators: folder of the stack's state")] = Path("var"),
+    var: Var = Path("var"),
     url: Url = "",
     format: Format = "table",
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vla_platform.cli.output import Format, console, emit, table_of
+from vla_platform.cli.output import Format, Var, console, emit, table_of
 from vla_platform.envs.harnesses import HARNESSES, check_request, split_id
 from vla_platform.envs.installs import RECIPES, install, installed, interpreter_for
 from vla_platform.envs.sessions import EnvironmentRequest
@@ -19,7 +19,6 @@ from vla_platform.errors import PlatformError, SimulatorError, SpecError
 
 app = typer.Typer(no_args_is_help=True, help="Simulators: install, check, list.")
 
-Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 Options = Annotated[
     str, typer.Option("--options", help='JSON of the harness\'s options, such as {"image_size":64}')
 ]

@@ -23,7 +23,15 @@ from vla_platform.cli import (
     usage,
     workers,
 )
-from vla_platform.cli.output import Format, console, emit, progress_line, read_spec, table_of
+from vla_platform.cli.output import (
+    Format,
+    Var,
+    console,
+    emit,
+    progress_line,
+    read_spec,
+    table_of,
+)
 from vla_platform.errors import ConfigurationError, SpecError
 from vla_platform.specs import json_schema
 from vla_platform.stack.roles import Profile
@@ -51,7 +59,6 @@ app.command("usage")(usage.usage)
 app.command("trace")(trace.trace)
 
 _RUN = re.compile(r"(sft|rl)-[0-9a-f]{20}")
-Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 
 
 @app.command()

@@ -18,6 +18,7 @@ from vla_platform.specs import WorkloadSpec, parse_spec_yaml
 console = Console(highlight=False)
 
 Format = Annotated[Literal["table", "json"], typer.Option("--format", help="table or json")]
+Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 Url = Annotated[
     str,
     typer.Option("--url", envvar="VLA_URL", help="your platform URL, from `vla tenants add`"),

@@ -11,7 +11,7 @@ from typing import Annotated
 import redis
 import typer
 
-from vla_platform.cli.output import Format, emit, table_of
+from vla_platform.cli.output import Format, Var, emit, table_of
 from vla_platform.control import tenant_records, tenants, usage
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.services import payload_clients
@@ -22,8 +22,6 @@ from vla_storage.objects import S3Admin, S3ObjectStore
 from vla_storage.payloads import DEFAULT_QUOTA_BYTES
 
 app = typer.Typer(no_args_is_help=True, help="Add, list and remove tenants.")
-
-Var = Annotated[Path, typer.Option("--var", help="folder of the stack's state", envvar="VLA_VAR")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vla_platform.cli.output import Format, Url, connect, emit, table_of
-from vla_platform.cli.tenants import Var, operator
+from vla_platform.cli.output import Format, Url, Var, connect, emit, table_of
+from vla_platform.cli.tenants import operator
 from vla_platform.client.timelines import draw_timeline
 from vla_platform.control import timeline
 from vla_platform.errors import NotFoundError

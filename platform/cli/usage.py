@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vla_platform.cli.output import Format, connect, emit, table_of
-from vla_platform.cli.tenants import Var, operator
+from vla_platform.cli.output import Format, Var, connect, emit, table_of
+from vla_platform.cli.tenants import operator
 from vla_platform.control.tenant_records import list_tenants
 from vla_platform.control.usage import Statement, Use, statements
 from vla_platform.errors import SpecError

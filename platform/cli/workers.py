@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from vla_platform.cli.output import Format, console, emit, table_of
-from vla_platform.cli.tenants import Operator, Var, operator
+from vla_platform.cli.output import Format, Var, console, emit, table_of
+from vla_platform.cli.tenants import Operator, operator
 from vla_platform.control import maintenance
 from vla_platform.errors import NotFoundError
 from vla_platform.operators.workers import Workers

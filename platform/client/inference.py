@@ -27,6 +27,7 @@ from vla_platform.envs.base import Observation
 from vla_platform.errors import (
     DeadlineError,
     HistoryLostError,
+    PixelsLostError,
     PixelsUnreachableError,
     UnavailableError,
 )
@@ -373,7 +374,10 @@ class InferenceProxy(Closing):
                 outcomes.append((call, answer.prediction))
                 continue
             error = to_error(answer.error or {})
-            if isinstance(error, PixelsUnreachableError) and call.slot is not None:
+            if isinstance(error, PixelsLostError):
+                self._free(call)  # an earlier try's slot went to another call: this one goes again
+                self._waiting.put(call)
+            elif isinstance(error, PixelsUnreachableError) and call.slot is not None:
                 until = time.monotonic() + INLINE_S
                 self._inline_until[call.tenant, call.base_model] = until
                 self._waiting.put(call)

@@ -111,7 +111,7 @@ class GroupBatching(Generic[R]):
         self.quorum = quorum
         self._lanes: dict[str, deque[_Waiting[R]]] = {}
         self._answers: dict[str, dict[str, _Answers]] = {}  # lane, sender
-        self._busy = False
+        self.is_busy = False  # a batch was taken and is not finished
         self.num_samples = 0
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class GroupBatching(Generic[R]):
 
     def offer(self, request: R, now: float) -> None:
         """Queue a request behind those that came before."""
-        ready = math.inf if self._busy else now
+        ready = math.inf if self.is_busy else now
         self._lanes.setdefault(request.lane, deque()).append(_Waiting(request, now, ready))
         self.num_samples += request.num_samples
         answers = self._answers.get(request.lane, {}).get(request.sender)
@@ -128,7 +128,7 @@ class GroupBatching(Generic[R]):
 
     def finished(self, now: float) -> None:
         """The device is free again: the batch that was taken is through."""
-        self._busy = False
+        self.is_busy = False
         for lane in self._lanes.values():
             for item in lane:
                 item.ready = min(item.ready, now)
@@ -200,7 +200,7 @@ class GroupBatching(Generic[R]):
             if item.started == item.request.num_samples:
                 lane.popleft()
         self._replace(name, lane)
-        self._busy = True
+        self.is_busy = True
         batch = Batch(name, tuple(parts), now - arrived)
         self.num_samples -= batch.num_samples
         return batch

@@ -77,8 +77,8 @@ class Engine(Protocol):
         self, tenant: str, client: str, request: PredictRequest, pixels: Pixels
     ) -> Any | Future[Any]:
         """The request ready to run (with a `lane`), or a future after which to ask again.
-        `pixels` are the sender's: they must not be written to, stay until the request has its
-        answer, and may then change."""
+        `pixels` are the sender's and read-only; they may change once this has returned, but for a
+        session's: what is needed of them is copied here."""
 
     def run(self, parts: Sequence[Any]) -> tuple[list[Outcome], RunCost]:
         """An outcome per part, in order. One thread at a time."""
@@ -223,7 +223,7 @@ class InferenceModelService:
         frames = [pixels[at : at + size] for at in range(0, len(pixels), size)]
         if request.session is None:
             return [[frame] for frame in frames]
-        kept = [frame.copy() for frame in frames]  # what they lie in goes with the answer
+        kept = [frame.copy() for frame in frames]  # a window shall not keep a whole message
         window = self.sessions.advance(tenant, client, request.session, kept)
         return [list(window)]
 

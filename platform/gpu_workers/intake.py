@@ -22,7 +22,7 @@ from vla_platform.gpu_workers.inference import Engine
 from vla_platform.gpu_workers.items import Item, OpenDelivery, deadline_passed
 from vla_platform.gpu_workers.open_requests import OpenRequests
 from vla_platform.gpu_workers.replies import Replies
-from vla_platform.inference.arena import ArenaReader, Pixels
+from vla_platform.inference.arena import ArenaReader, SlotBytes
 from vla_platform.inference.channel.base import Delivery, Reply, RequestChannel
 from vla_platform.inference.protocol import (
     Answer,
@@ -110,7 +110,7 @@ class Intake:
             return None
         return item
 
-    def _pixels(self, frame: RequestFrame, request: PredictRequest) -> Pixels:
+    def _pixels(self, frame: RequestFrame, request: PredictRequest) -> SlotBytes:
         first, generation = request.place
         if generation >= 0:
             if frame.arena is None:
@@ -120,14 +120,13 @@ class Intake:
             return get(frame.arena, first, generation, request.size_bytes)
         if not 0 <= first <= len(frame.body) - request.size_bytes:
             raise RequestError("a request points outside its frame")
-        return Pixels(np.frombuffer(frame.body, np.uint8, request.size_bytes, first))
+        return SlotBytes(np.frombuffer(frame.body, np.uint8, request.size_bytes, first))
 
     def _prepare(self, item: Item) -> bool:
         """Whether the request may be queued now; else it is answered, or waits for its module."""
         assert item.pixels is not None
-        pixels = item.pixels.data
         try:
-            found = self._engine.prepare(item.tenant, item.sender, item.request, pixels)
+            found = self._prepared(item, item.pixels)
         except CodedError as error:
             self._replies.put([(item, error)])
             return False
@@ -139,9 +138,24 @@ class Intake:
         if isinstance(found, Future):
             self._wait_for_module(item, found)
             return False
-        item.prepared = found
+        item.pixels = None
         item.lane = f"alone {item.request.request_id}" if item.alone else found.lane
         return True
+
+    def _prepared(self, item: Item, pixels: SlotBytes) -> Any | Future[Any]:
+        """What the engine makes of it. Whatever it saw of bytes that changed meanwhile counts for
+        nothing: `PixelsLostError` then."""
+        try:
+            found = self._engine.prepare(item.tenant, item.sender, item.request, pixels.data)
+        except Exception:
+            pixels.check()
+            raise
+        if isinstance(found, Future):
+            item.pixels = pixels.copied()  # a module may take seconds
+        else:
+            item.prepared = found
+            pixels.check()
+        return found
 
     def _wait_for_module(self, item: Item, loading: Future[Any]) -> None:
         with self._lock:

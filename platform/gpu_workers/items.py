@@ -10,7 +10,7 @@ import numpy as np
 
 from vla_platform.errors import DeadlineError
 from vla_platform.gpu_workers.inference import Outcome
-from vla_platform.inference.arena import Pixels
+from vla_platform.inference.arena import SlotBytes
 from vla_platform.inference.channel.base import Delivery
 from vla_platform.inference.protocol import ARRAYS, Answer, Prediction, PredictRequest
 
@@ -52,7 +52,7 @@ class Item:
     request: PredictRequest
     deadline: float
     alone: bool  # delivered before: it might be what ended a worker
-    pixels: Pixels | None = None
+    pixels: SlotBytes | None = None  # until it is prepared
     lane: str = ""
     prepared: Any = None
     parts: list[Prediction] = field(default_factory=list)

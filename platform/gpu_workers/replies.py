@@ -84,6 +84,8 @@ class Replies:
 
     def send(self, answered: list[Answered]) -> None:
         """At once, from the thread that calls."""
+        if not answered:
+            return
         by_client: dict[tuple[str, str], list[Answer]] = defaultdict(list)
         for item, outcome in answered:
             by_client[item.tenant, item.sender].append(answer_to(item, outcome))

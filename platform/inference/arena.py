@@ -5,7 +5,8 @@ client alone writes. A slot's generation is odd while it is written; a reader co
 done with the pixels, and so never takes the next request's for those it was sent for.
 
 A file that is cut short while it is mapped ends its reader. So a worker maps the files of its own
-user only, who could end it anyway, and reads those of others with `pread`, which comes back short.
+user only, and reads those of others (which root can) with `pread`, which comes back short:
+processes that do not trust each other must not run as one user.
 
 The owner holds a lock on the file for as long as it lives. Whoever opens an arena removes the
 files whose owner is gone (`sweep`), however it went.
@@ -37,6 +38,7 @@ _NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")
 _ALIGNMENT = 4096
 """Of slots; the page before a slot holds its generation, the first one also the stride."""
 ARENA_BYTES = 48 << 20
+_POPULATED_BYTES = 64 << 20  # at once; the interpreter stands still meanwhile, 4 ms for 48 MB
 SMALLEST_SLOT = 64 << 10
 
 
@@ -139,18 +141,24 @@ class Arenas:
 
 
 @dataclass(frozen=True)
-class Pixels:
-    """A request's bytes, flat."""
+class SlotBytes:
+    """A request's bytes, flat: a copy, or a view of its slot. Any thread."""
 
     data: npt.NDArray[np.uint8]
-    _slot: memoryview | None = None  # of a view: where its generation is
+    _mark: memoryview | None = None  # of a view: where the slot's generation is
     _generation: int = 0
 
     def check(self) -> None:
-        """Raises `PixelsLostError`: the sender has given the request up and its slot to another
-        one, so what was seen since the last check may be anything."""
-        if self._slot is not None and int.from_bytes(self._slot, "little") != self._generation:
+        """Raises `PixelsLostError` where the slot went to another request: what was seen since the
+        last check may be that one's."""
+        if self._mark is not None and int.from_bytes(self._mark, "little") != self._generation:
             raise _lost()
+
+    def copied(self) -> SlotBytes:
+        """The same, for as long as one likes. Raises `PixelsLostError`."""
+        data = self.data.copy()
+        self.check()
+        return SlotBytes(data)
 
 
 @dataclass(frozen=True)
@@ -163,12 +171,13 @@ class _Opened:
 class ArenaReader:
     """The reading end of all clients' arenas on this host. For one thread at a time."""
 
-    def __init__(self, *, folder: Path = SHARED_MEMORY, max_open: int = 256) -> None:
+    def __init__(self, *, folder: Path = SHARED_MEMORY, max_open: int = 128) -> None:
+        """`max_open`: two descriptors each."""
         self._folder = folder
         self._max_open = max_open
         self._open: OrderedDict[str, _Opened] = OrderedDict()
 
-    def read(self, name: str, slot: int, generation: int, size_bytes: int) -> Pixels:
+    def read(self, name: str, slot: int, generation: int, size_bytes: int) -> SlotBytes:
         """A copy of a slot's bytes. Raises `PixelsUnreachableError` where the file is not here
         (another host) and `PixelsLostError` where the slot holds something else by now."""
         opened, start = self._place(name, slot, size_bytes)
@@ -177,18 +186,18 @@ class ArenaReader:
         after = int.from_bytes(os.pread(opened.file, 8, start), "little")
         if found != size_bytes or after != generation:
             raise _lost()
-        return Pixels(data)
+        return SlotBytes(data)
 
-    def view(self, name: str, slot: int, generation: int, size_bytes: int) -> Pixels:
+    def view(self, name: str, slot: int, generation: int, size_bytes: int) -> SlotBytes:
         """The slot itself, read-only, where that is safe, else a copy; raises as `read` does.
 
-        The sender may give the slot to another request while this one is at work: check again.
+        The sender may give the slot to another request at any time: check again after use.
         """
         opened, start = self._place(name, slot, size_bytes)
         if opened.map is None or start + _ALIGNMENT + size_bytes > len(opened.map):
             return self.read(name, slot, generation, size_bytes)
         data = np.frombuffer(opened.map, np.uint8, size_bytes, start + _ALIGNMENT)
-        seen = Pixels(data, opened.map[start : start + 8], generation)
+        seen = SlotBytes(data, opened.map[start : start + 8], generation)
         seen.check()
         return seen
 
@@ -233,16 +242,22 @@ class ArenaReader:
 
 
 def _mapped(file: int) -> memoryview | None:
-    """The file's bytes; they stay as long as somebody looks at them. None: another user's."""
+    """The file's bytes; they stay as long as somebody looks at them. None: not to be mapped."""
     status = os.fstat(file)
     if status.st_uid != os.geteuid():
         return None
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    return memoryview(mmap.mmap(file, status.st_size, flags=flags, prot=mmap.PROT_READ))
+    flags = mmap.MAP_SHARED
+    if status.st_size <= _POPULATED_BYTES:
+        flags |= getattr(mmap, "MAP_POPULATE", 0)
+    try:
+        return memoryview(mmap.mmap(file, status.st_size, flags=flags, prot=mmap.PROT_READ))
+    except (OSError, ValueError) as error:  # no descriptors or mappings left, or it is empty by now
+        _log.warning("action=arena_not_mapped reason=%s", error)
+        return None
 
 
 def _lost() -> PixelsLostError:
-    return PixelsLostError("the pixels of a request are gone: its sender gave it up")
+    return PixelsLostError("the pixels of a request are gone: its slot holds another one's")
 
 
 def sweep(folder: Path = SHARED_MEMORY) -> int:

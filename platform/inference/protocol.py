@@ -260,7 +260,8 @@ ARRAYS = ("actions", "values", "log_probs", "latents")
 
 
 def pack_answers(answers: Sequence[Answer]) -> bytes:
-    """Predictions of one version and of equal shapes lie together, one array after the other."""
+    """Predictions of one version and of equal shapes lie together, one array after the other;
+    errors come last."""
     alike: dict[tuple[Any, ...], list[Answer]] = {}
     errors = []
     for answer in answers:
@@ -300,8 +301,7 @@ def unpack_answers(frame: Bytes) -> list[Answer]:
         arrays = {}
         for name, shape in block["arrays"]:
             count = len(ids) * prod(shape)
-            # A copy: callers may write into theirs, and must not keep the frame alive.
-            arrays[name] = floats[at : at + count].reshape(len(ids), *shape).copy()
+            arrays[name] = floats[at : at + count].reshape(len(ids), *shape)
             at += count
         version, digest, signature = block["of"]
         answers += [
@@ -312,7 +312,8 @@ def unpack_answers(frame: Bytes) -> list[Answer]:
                     module_digest=digest,
                     signature=signature,
                     features_key=features_key,
-                    **{name: array[row] for name, array in arrays.items()},
+                    # Copies: callers may write into theirs, and must not keep the frame alive.
+                    **{name: array[row].copy() for name, array in arrays.items()},
                 ),
             )
             for row, (request_id, features_key) in enumerate(

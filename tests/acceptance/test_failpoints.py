@@ -113,8 +113,11 @@ def die_once(
             longest = max(longest, time.monotonic() - last if died else 0.0)
             step, last = status.step, time.monotonic()
         time.sleep(0.02)
-    # The last message is acknowledged after the run is over: that death may still be to come.
-    wait_until(lambda: not psutil.pid_exists(pid), RTO_S)
+    if not died:  # the last message is acknowledged after the run is over
+        last = time.monotonic()
+        wait_until(lambda: not psutil.pid_exists(pid), RTO_S, what=f"the death {failpoint}")
+        tenant.stack.working(role, after=pid)
+        longest = time.monotonic() - last
     return run, longest
 
 

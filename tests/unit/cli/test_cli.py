@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from vla_platform.cli.main import app
@@ -27,6 +29,19 @@ def test_help_teaches(words: list[str]) -> None:
     shown = CliRunner().invoke(app, [*words, "--help"])
     assert shown.exit_code == 0
     assert "Usage" in shown.output
+
+
+def test_every_command_with_a_state_folder_finds_it_in_the_environment() -> None:
+    found = []
+    waiting: list[Any] = [typer.main.get_command(app)]
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        for option in command.params:
+            if option.name == "var":
+                found.append((command.name, option.envvar, option.opts))
+    assert len(found) > 10
+    assert {("VLA_VAR", ("--var",))} == {(envvar, tuple(opts)) for _, envvar, opts in found}
 
 
 def test_check_prints_the_effective_spec(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ class SumEngine:
         self.loading: dict[str, Future[Any]] = {}
         self.released = 0
         self.sessions = SessionWindows()
+        self.prepared: list[tuple[str, list[float]]] = []
+        self.entered: list[int] = []  # batch sizes, before they compute
 
     def prepare(
         self, tenant: str, client: str, request: PredictRequest, pixels: Any
@@ -85,9 +87,11 @@ class SumEngine:
         size = request.row.size_bytes
         rows = [pixels[at : at + size] for at in range(0, len(pixels), size)]
         states = [float(split_row(request.row, row)[1][0]) for row in rows]
+        self.prepared.append((tenant, states))
         return Ready(tenant, request, states, lane="x" if request.policy == "other" else "any")
 
     def run(self, parts: Sequence[RunPart]) -> tuple[list[Outcome], RunCost]:
+        self.entered.append(len(parts))
         self.gate.wait(20)
         ready: list[Ready] = [part.prepared for part in parts]
         self.batches.append([one.request.policy for one in ready])
@@ -124,6 +128,7 @@ class Bench:
     proxy: InferenceProxy
     reports: list[BatchReport]
     start: Callable[..., InferenceConsumer]
+    consumers: list[InferenceConsumer]
 
     def predict(self, state: float, tenant: str = "acme", policy: str = "reach", **more: Any):
         return self.proxy.predict(observation(state), tenant=tenant, policy=policy, **more)
@@ -135,9 +140,11 @@ def bench() -> Iterator[Bench]:
     reports: list[BatchReport] = []
     consumers: list[InferenceConsumer] = []
 
-    def start(*, claim_idle_s: float = 5.0, **options: Any) -> InferenceConsumer:
+    def start(
+        *, claim_idle_s: float = 5.0, channel: MemoryChannel | None = None, **options: Any
+    ) -> InferenceConsumer:
         consumer = InferenceConsumer(
-            MemoryChannel(broker, "base", claim_idle_s=claim_idle_s),
+            channel or MemoryChannel(broker, "base", claim_idle_s=claim_idle_s),
             engine,
             GroupBatching(max_samples=4, max_wait_s=0.005),
             observers=[reports.append],
@@ -148,7 +155,7 @@ def bench() -> Iterator[Bench]:
         return consumer
 
     proxy = InferenceProxy(lambda client: MemorySender(broker, client), lambda t, p: "base")
-    yield Bench(broker, engine, proxy, reports, start)
+    yield Bench(broker, engine, proxy, reports, start, consumers)
     engine.gate.set()
     proxy.close()
     for consumer in consumers:
@@ -244,6 +251,71 @@ def test_a_module_that_fails_to_load_is_the_requests_error(bench: Bench):
     loading.set_exception(NotFoundError("gone"))
     with pytest.raises(NotFoundError, match="gone"):
         slow.result(20)
+
+
+def overwrite_slot_of(bench: Bench, state: float) -> Future[Prediction]:
+    """The only call under way is sent again without its slot, which another tenant's call gets."""
+    (call,) = bench.proxy._calls.values()
+    assert call.slot is not None
+    arena, slot, generation = call.slot
+    bench.proxy._inline_until[call.tenant, call.base_model] = time.monotonic() + 60
+    call.sent = 0.0
+    wait_until(lambda: call.slot is None)
+    other = bench.proxy.submit(observation(state), tenant="other", policy="reach")
+    wait_until(lambda: arena._generations[slot] > generation)
+    return other
+
+
+def test_a_request_whose_slot_went_to_another_tenant_is_still_answered_for_its_own(bench: Bench):
+    """Whether it was at work then, or still on its way."""
+    for start_first in (True, False):
+        bench.engine.gate.clear()
+        if start_first:
+            bench.start()
+        mine = bench.proxy.submit(observation(5), tenant="a", policy="reach")
+        if start_first:
+            wait_until(lambda: bool(bench.engine.entered))
+        else:
+            wait_until(lambda: bool(bench.broker.entries["base"]))
+        other = overwrite_slot_of(bench, 9)
+        if not start_first:
+            bench.start()
+        bench.engine.gate.set()
+        assert mine.result(20).actions.tolist() == [[[5, 1]]]
+        assert other.result(20).actions.tolist() == [[[9, 5]]]
+        for consumer in bench.consumers:
+            consumer.stop(grace_s=5.0)
+        bench.consumers.clear()
+        bench.proxy._inline_until.clear()
+        bench.engine.entered.clear()
+
+
+def test_a_request_that_waits_for_its_module_keeps_its_own_pixels(bench: Bench):
+    bench.start()
+    loading = bench.engine.loading["slow"] = Future()
+    mine = bench.proxy.submit(observation(5), tenant="a", policy="slow")
+    wait_until(lambda: len(bench.broker.pending) == 1)
+    other = overwrite_slot_of(bench, 9)
+    assert other.result(20).actions.tolist() == [[[9, 5]]]
+    loading.set_result(None)
+    assert mine.result(20).actions.tolist() == [[[5, 1]]]
+    assert ("a", [9.0]) not in bench.engine.prepared
+
+
+def test_a_large_request_in_parts_is_one_reply(bench: Bench):
+    settled: list[tuple[int, int]] = []
+
+    class Counting(MemoryChannel):
+        def settle(self, replies: Any, done: Any) -> None:
+            settled.append((len(replies), len(done)))
+            super().settle(replies, done)
+
+    consumer = bench.start(channel=Counting(bench.broker, "base"))
+    rows = [observation(number) for number in range(10)]
+    found = bench.proxy.predict(rows, tenant="a", policy="reach")
+    assert found.actions[:, 0, 0].tolist() == list(range(10))
+    consumer.stop(grace_s=5.0)
+    assert settled == [(1, 1)]
 
 
 def test_deadlines_expire_before_they_cost_a_forward(bench: Bench):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -136,3 +138,53 @@ def test_readers_let_go_of_arenas_that_are_closed(tmp_path: Path):
     assert reader.forget_closed() == 0
     arena.close()
     assert reader.forget_closed() == 1
+
+
+def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Too many mappings or descriptors cost speed, never the worker."""
+    arena, reader = Arena(slot_bytes=10, num_slots=1, folder=tmp_path), ArenaReader(folder=tmp_path)
+    generation = arena.write(0, [numbers(10, 0)])
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    seen = reader.view(arena.name, 0, generation, 10)
+    arena.write(0, [numbers(10, 1)])
+    seen.check()
+    assert np.array_equal(numbers(10, 0), seen.data)
+    reader.close()
+    monkeypatch.undo()
+    arena.close()
+
+
+def test_a_copy_of_a_view_is_checked_once_more(tmp_path: Path):
+    arena, reader = Arena(slot_bytes=10, num_slots=1, folder=tmp_path), ArenaReader(folder=tmp_path)
+    seen = reader.view(arena.name, 0, arena.write(0, [numbers(10, 0)]), 10)
+    kept = seen.copied()
+    arena.write(0, [numbers(10, 1)])
+    kept.check()
+    assert np.array_equal(numbers(10, 0), kept.data)
+    with pytest.raises(PixelsLostError):
+        seen.copied()
+    reader.close()
+    arena.close()
+
+
+def test_a_reader_holds_no_more_files_than_it_may(tmp_path: Path):
+    """Views of an arena that had to make room stay what they are."""
+    before = len(os.listdir("/proc/self/fd"))
+    arenas = [Arena(slot_bytes=10, num_slots=1, folder=tmp_path) for _ in range(5)]
+    reader = ArenaReader(folder=tmp_path, max_open=2)
+    with_arenas = len(os.listdir("/proc/self/fd"))
+    first = reader.view(arenas[0].name, 0, arenas[0].write(0, [numbers(10, 0)]), 10)
+    for arena in arenas[1:]:
+        reader.view(arena.name, 0, arena.write(0, [numbers(10, 1)]), 10)
+    assert len(os.listdir("/proc/self/fd")) <= with_arenas + 2 * 2 + 1  # the view's mapping
+    first.check()
+    assert np.array_equal(numbers(10, 0), first.data)
+    del first
+    reader.close()
+    for arena in arenas:
+        arena.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -88,6 +88,42 @@ def test_answers_survive_the_way():
     assert found[0].prediction.features_key == "k"  # type: ignore[union-attr]
 
 
+def test_answers_alike_travel_together_and_part_again():
+    """Of one version and shape they lie in one array; each gets its own numbers and key."""
+    rng = np.random.default_rng(0)
+    sent = [
+        Answer(
+            request_id=f"r{number}",
+            prediction=Prediction(
+                actions=rng.normal(size=(1, 8, 7)).astype(np.float32),
+                policy_version=1 + number % 2,
+                module_digest="d",
+                signature="s",
+                log_probs=rng.normal(size=(1, 8)).astype(np.float32) if number < 4 else None,
+                features_key=f"k{number}" if number % 3 else None,
+            ),
+        )
+        for number in range(8)
+    ]
+    failed = Answer(request_id="no", error={"code": "not_found"})
+    found = {
+        one.request_id: one for one in unpack_answers(pack_answers([*sent[:3], failed, *sent[3:]]))
+    }
+    assert found.pop("no") == failed
+    assert {one.request_id for one in sent} == found.keys()
+    for expected in sent:
+        answer = found[expected.request_id].prediction
+        assert answer is not None and expected.prediction is not None
+        assert np.array_equal(expected.prediction.actions, answer.actions)
+        if expected.prediction.log_probs is None:
+            assert answer.log_probs is None
+        else:
+            assert np.array_equal(expected.prediction.log_probs, answer.log_probs)
+        assert expected.prediction.policy_version == answer.policy_version
+        assert expected.prediction.features_key == answer.features_key
+        answer.actions[:] = 0  # its own: its neighbours keep theirs
+
+
 @pytest.mark.parametrize(
     "changes",
     [
