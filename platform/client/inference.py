@@ -34,12 +34,11 @@ from vla_platform.errors import (
 from vla_platform.inference.arena import Arena, Arenas
 from vla_platform.inference.channel.base import RequestSender
 from vla_platform.inference.channel.redis_streams import RedisStreamsSender, open_client
+from vla_platform.inference.frames import pack_requests, unpack_answers
 from vla_platform.inference.protocol import (
     Answer,
     Prediction,
     PredictRequest,
-    pack_requests,
-    unpack_answers,
 )
 from vla_storage.closing import Closing
 from vla_storage.errors import CodedError

@@ -24,13 +24,15 @@ from vla_platform.gpu_workers.open_requests import OpenRequests
 from vla_platform.gpu_workers.replies import Replies
 from vla_platform.inference.arena import ArenaReader, SlotBytes
 from vla_platform.inference.channel.base import Delivery, Reply, RequestChannel
+from vla_platform.inference.frames import (
+    RequestFrame,
+    pack_answers,
+    unpack_requests,
+)
 from vla_platform.inference.protocol import (
     Answer,
     PredictRequest,
-    RequestFrame,
-    pack_answers,
     request_id_of,
-    unpack_requests,
 )
 from vla_storage.errors import CodedError
 

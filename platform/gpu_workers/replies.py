@@ -23,7 +23,10 @@ from vla_platform.gpu_workers.items import (
 )
 from vla_platform.gpu_workers.open_requests import OpenRequests
 from vla_platform.inference.channel.base import Delivery, Reply, RequestChannel
-from vla_platform.inference.protocol import Answer, pack_answers
+from vla_platform.inference.frames import pack_answers
+from vla_platform.inference.protocol import (
+    Answer,
+)
 from vla_storage.errors import CodedError
 
 RETRY_S = 0.2

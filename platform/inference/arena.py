@@ -156,6 +156,8 @@ class SlotBytes:
 
     def copied(self) -> SlotBytes:
         """The same, for as long as one likes. Raises `PixelsLostError`."""
+        if self._mark is None:
+            return self
         data = self.data.copy()
         self.check()
         return SlotBytes(data)

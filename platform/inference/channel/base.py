@@ -33,7 +33,7 @@ class Reply:
 
 
 class RequestChannel(ABC):
-    """A worker's end. `receive` is for one thread at a time; the others are thread-safe.
+    """A worker's end. `receive` belongs to one thread; the others are thread-safe.
 
     Every method may raise `UnavailableError`: the broker does not answer now.
     """

@@ -33,11 +33,10 @@ from vla_platform.gpu_workers.items import BatchReport
 from vla_platform.gpu_workers.sessions import SessionWindows
 from vla_platform.inference.arena import ArenaReader
 from vla_platform.inference.channel.memory import MemoryBroker, MemoryChannel, MemorySender
+from vla_platform.inference.frames import PROTOCOL_VERSION, pack
 from vla_platform.inference.protocol import (
-    PROTOCOL_VERSION,
     Prediction,
     PredictRequest,
-    pack,
     split_row,
 )
 

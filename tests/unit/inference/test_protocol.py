@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 
 from vla_platform.errors import NotFoundError, RequestError
 from vla_platform.inference import protocol
+from vla_platform.inference.frames import (
+    pack_answers,
+    pack_requests,
+    unpack_answers,
+    unpack_requests,
+)
 from vla_platform.inference.protocol import (
     Answer,
     Prediction,
     PredictRequest,
     RowShape,
     SessionStep,
-    pack_answers,
-    pack_requests,
-    unpack_answers,
-    unpack_requests,
 )
 
 CLIENT = "0" * 32
