@@ -4,10 +4,11 @@
 
 One 224 x 224 x 3 picture and 8 numbers a request; a stand-in model that takes about 5 ms at batch 1
 and 20 ms at batch 32, and the tiny backbone. The bare loop calls the same model in one process on
-full batches: no transport, no clients. A lone client is compared with a forward on a device that
-was idle before, as it is for it; the difference to the loop's is in the details. All servers stay
-up; those that are not measured are stopped (SIGSTOP). Ratios are of one round each, so that other
-load on the machine hits both sides; the medians over the rounds are reported.
+full batches: no transport, no clients. `in_process` adds clients that wait for their answers, and
+sends nothing anywhere: the most that a server could reach. A lone client is compared with a forward
+on a device that was idle before, as it is for it; the difference to the loop's is in the details.
+All servers stay up; those that are not measured are stopped (SIGSTOP). Ratios are of one round
+each, so that other load on the machine hits both sides; the medians over the rounds are reported.
 
 mosec, LitServe, celery-batches and plain Celery run in an environment of their own under
 `var/benchmarks/peers`, which is made on demand and uses this environment's torch.
@@ -196,22 +197,30 @@ class Bench:
         seconds = max(self.seconds, 4.0) if name.startswith("celery") else self.seconds
         server.signal(signal.SIGCONT)
         before = server.cpu_s()
+        found = self._clients(python, name, address, clients, seconds, num_tenants, engine or "-")
+        used = server.cpu_s() - before
+        server.signal(signal.SIGSTOP)
+        warmed = seconds + min(1.0, seconds / 3)
+        found["server_cpu_ms"] = 1e3 * used / max(1.0, found["rps"] * warmed)
+        return found
+
+    def in_process(self, clients: int, num_tenants: int) -> dict[str, float]:
+        return self._clients(
+            sys.executable, "in_process", "-", clients, self.seconds, num_tenants, "-"
+        )
+
+    def _clients(self, python: str, name: str, *arguments: object) -> dict[str, float]:
         done = subprocess.run(
-            (python, "inference_peers.py", "load", name, address, str(clients),
-             str(seconds), str(num_tenants), engine or "-"),
+            (python, "inference_peers.py", "load", name, *map(str, arguments)),
             cwd=HERE,
             env={**os.environ, **SINGLE},
             capture_output=True,
             text=True,
             check=False,
-        )  # fmt: skip
-        used = server.cpu_s() - before
-        server.signal(signal.SIGSTOP)
+        )
         if done.returncode:
             raise SystemExit(f"{name}: {done.stderr[-2000:]}")
         found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-        warmed = seconds + min(1.0, seconds / 3)
-        found["server_cpu_ms"] = 1e3 * used / max(1.0, found["rps"] * warmed)
         return found
 
     def close(self) -> None:
@@ -307,14 +316,16 @@ def _round(
     }
     for name in peers:
         results[name] = bench.load(name, clients, 1, python=python)
+    results["in_process"] = bench.in_process(clients, 1)
     bare = (bare + bench.bare(clients, 1)) / 2
     ours = results["ours"]
     shown[f"bare_c{clients}_rps"].append(bare)
     for name, result in results.items():
         for key in ("rps", "p50_ms", "p95_ms", "server_cpu_ms"):
-            shown[f"{name}_c{clients}_{key}"].append(result[key])
+            if key in result:
+                shown[f"{name}_c{clients}_{key}"].append(result[key])
         shown[f"{name}_c{clients}_vs_bare"].append(result["rps"] / bare)
-        if name != "ours":
+        if name not in ("ours", "in_process"):
             found[f"vs_{name}_c{clients}"].append(ours["rps"] / max(result["rps"], 0.1))
     found[f"vs_bare_c{clients}"].append(ours["rps"] / bare)
     if clients == 1:

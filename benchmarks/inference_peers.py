@@ -5,14 +5,19 @@ rows: a byte for the tenant in front of `ROW_BYTES` bytes; all run `StandIn`.
 
     serve NAME PORT REDIS_URL NUM_TENANTS
     load NAME ADDRESS NUM_CLIENTS SECONDS NUM_TENANTS ENGINE
+
+`load in_process` has no server: what is left of the bare loop where clients wait for answers and
+nothing is sent anywhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
+import queue
 import resource
 import sys
 import threading
@@ -164,6 +169,48 @@ def load_celery(name: str, url: str, clients: int, seconds: float, tenants: int)
     return measured
 
 
+def load_in_process(clients: int, seconds: float, tenants: int) -> Measured:
+    from inference_standin import StandIn
+
+    model, size, ended = StandIn(tenants), min(clients, BATCH), threading.Event()
+    rows = [observation(number) for number in range(clients)]
+    waiting: queue.SimpleQueue[tuple[int, asyncio.Future[np.ndarray]]] = queue.SimpleQueue()
+
+    def resolve(batch: list[tuple[int, asyncio.Future[np.ndarray]]], found: np.ndarray) -> None:
+        for (_, future), actions in zip(batch, found, strict=True):
+            if not future.done():
+                future.set_result(actions)
+
+    def device(loop: asyncio.AbstractEventLoop) -> None:
+        while not ended.is_set():
+            batch = []
+            with contextlib.suppress(queue.Empty):  # clients leave at the end
+                while len(batch) < size:
+                    batch.append(waiting.get(timeout=0.05))
+            if not batch:
+                continue
+            numbers = [number for number, _ in batch]
+            found = model([rows[n] for n in numbers], [n % tenants for n in numbers])
+            loop.call_soon_threadsafe(resolve, batch, found)
+
+    async def run() -> Measured:
+        loop = asyncio.get_running_loop()
+        working = loop.run_in_executor(None, device, loop)
+
+        async def call(number: int) -> None:
+            future: asyncio.Future[np.ndarray] = loop.create_future()
+            waiting.put((number, future))
+            await future
+
+        measured = Measured(seconds)
+        await _asyncio_load(call, clients, measured)
+        ended.set()
+        await working
+        return measured
+
+    return asyncio.run(run())
+
+
 def load_ours(url: str, clients: int, seconds: float, tenants: int, engine: str) -> Measured:
     from vla_platform.client.inference import InferenceProxy
     from vla_platform.envs.base import Observation
@@ -198,6 +245,8 @@ def main() -> None:
     tenants, engine = int(sys.argv[6]), sys.argv[7]
     if name == "ours":
         measured = load_ours(address, clients, seconds, tenants, engine)
+    elif name == "in_process":
+        measured = load_in_process(clients, seconds, tenants)
     elif name in ("mosec", "litserve"):
         measured = load_http(name, address, clients, seconds, tenants)
     else:
