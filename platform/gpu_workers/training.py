@@ -12,7 +12,6 @@ computed from them, so an item that is bad on one rank is left out on all.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +34,6 @@ from vla_platform.gpu_workers.group_training import GroupTraining
 from vla_platform.gpu_workers.policy_training import PolicyTraining
 from vla_platform.gpu_workers.ranks.base import Alone, Ranks
 from vla_platform.gpu_workers.ranks.commands import (
-    Command,
     Digest,
     Mount,
     Source,
@@ -112,7 +110,7 @@ class TrainingModelService:
         if self.ranks.num_ranks > 1:
             packed = PackedState.of(slot.state())
             mount = Mount(config=config, scalars=packed.scalars, state_bytes=len(packed.data))
-            with self.ranks.lead(mount) as answers:
+            with self.ranks.lead(lambda: mount) as answers:
                 self.ranks.hand_out(packed.data)
             failed = next((error for error in answers if error is not None), None)
             if failed is not None:
@@ -173,13 +171,13 @@ class TrainingModelService:
     def unmount(self, policy_key: str) -> None:
         """Forget a policy's slot, if there is one."""
         if policy_key in self._slots:
-            with self._lead(lambda: Unmount(policy_key=policy_key)):
+            with self.ranks.lead(lambda: Unmount(policy_key=policy_key)):
                 del self._slots[policy_key]
 
     def check_ranks(self, policy_key: str) -> None:
         """Raise `RankLostError` where another rank has another module than this one: whatever is
         trained from here on would be wrong."""
-        with self._lead(lambda: Digest(policy_key=policy_key)) as others:
+        with self.ranks.lead(lambda: Digest(policy_key=policy_key)) as others:
             own = digest_of(self.slot(policy_key).module) if self.ranks.num_ranks > 1 else ""
         if any(other != own for other in others):
             raise RankLostError(
@@ -200,7 +198,7 @@ class TrainingModelService:
         """One update per item, in order; an item that fails gets its error and changes nothing."""
         if not items:
             return []
-        with self._lead(lambda: TrainGroup(jobs=tuple(item.job() for item in items))) as answers:
+        with self.ranks.lead(lambda: _group_of(items)) as answers:
             outcomes = self._groups.train(items)
         return [
             explained(outcome, [errors[at] for errors in answers])
@@ -226,7 +224,7 @@ class TrainingModelService:
         """
         item = TrainItem(policy_key, columns, source=source, problem=problem)
         slot = self.slot(policy_key)
-        with self._lead(lambda: TrainPolicy(job=item.job())) as answers:
+        with self.ranks.lead(lambda: TrainPolicy(job=item.job())) as answers:
             outcome = self._policies.train(slot, item)
         outcome = explained(outcome, answers)
         if isinstance(outcome, Exception):
@@ -263,11 +261,9 @@ class TrainingModelService:
         """All that a fresh slot needs to continue bit by bit, copied."""
         return self.slot(policy_key).state()
 
-    def _lead(self, command: Callable[[], Command]) -> contextlib.AbstractContextManager[list[Any]]:
-        """All ranks do it, where there are several; see `Ranks.lead`."""
-        if self.ranks.num_ranks == 1:
-            return contextlib.nullcontext([])
-        return self.ranks.lead(command())
+
+def _group_of(items: Sequence[TrainItem]) -> TrainGroup:
+    return TrainGroup(jobs=tuple(item.job() for item in items))
 
 
 def training_service(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -25,13 +25,13 @@ class Ranks(ABC):
     rank: int
     num_ranks: int
 
-    @abstractmethod
-    def lead(self, command: Command) -> contextlib.AbstractContextManager[list[Any]]:
-        """Within it all ranks do `command`; afterwards the list holds what the others answered, in
-        rank order. Does nothing where this rank follows.
+    def lead(self, command: Callable[[], Command]) -> contextlib.AbstractContextManager[list[Any]]:
+        """Within it all ranks do what `command` returns; afterwards the list holds what the others
+        answered, in rank order. Does nothing, and asks for no command, where nobody follows.
 
         Raises `RankLostError` where a rank is gone: this process can train no more.
         """
+        return contextlib.nullcontext([])
 
     @abstractmethod
     def exchange(self, value: T) -> list[T]:
@@ -51,10 +51,6 @@ class Alone(Ranks):
 
     rank = 0
     num_ranks = 1
-
-    @contextlib.contextmanager
-    def lead(self, command: Command) -> Iterator[list[Any]]:
-        yield []
 
     def exchange(self, value: T) -> list[T]:
         return [value]

@@ -14,8 +14,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -83,10 +82,6 @@ class Following(Ranks):
         self.num_ranks = begin.num_ranks
         self._link = link
         self._group = group
-
-    @contextmanager
-    def lead(self, command: Command) -> Iterator[list[Any]]:
-        yield []
 
     def exchange(self, value: T) -> list[T]:
         self._link.send(Told(value))

@@ -169,10 +169,10 @@ class _Leading(Ranks):
         self.num_ranks = team.num_ranks
 
     @contextlib.contextmanager
-    def lead(self, command: Command) -> Iterator[list[Any]]:
+    def lead(self, command: Callable[[], Command]) -> Iterator[list[Any]]:
         answers: list[Any] = []
         with self._team.lock:
-            self._team.tell(Do(self._base_model, command))
+            self._team.tell(Do(self._base_model, command()))
             try:
                 yield answers
             except UnsoundWorkerError:

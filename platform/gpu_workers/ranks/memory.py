@@ -5,16 +5,13 @@ accelerate keeps one accumulation state per process, so micro-batches are for re
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from vla_platform.errors import RankLostError
 from vla_platform.gpu_workers.ranks.base import Ranks
-from vla_platform.gpu_workers.ranks.commands import Command
 
 WAIT_S = 60.0
 T = TypeVar("T")
@@ -35,10 +32,6 @@ class MemoryRanks(Ranks):
         self._meeting = meeting
         self.rank = rank
         self.num_ranks = len(meeting.values)
-
-    @contextlib.contextmanager
-    def lead(self, command: Command) -> Iterator[list[Any]]:
-        yield []
 
     def exchange(self, value: T) -> list[T]:
         meeting = self._meeting

@@ -44,9 +44,10 @@ class Fading(Ranks):
         self.noticed = threading.Event()
 
     @contextlib.contextmanager
-    def lead(self, command: Command) -> Iterator[list[Any]]:
-        self.led.append(type(command))
-        if not isinstance(command, Mount):
+    def lead(self, command: Callable[[], Command]) -> Iterator[list[Any]]:
+        told = command()
+        self.led.append(type(told))
+        if not isinstance(told, Mount):
             assert self.noticed.wait(60)
             raise RankLostError("rank 1 is gone")
         yield [None]

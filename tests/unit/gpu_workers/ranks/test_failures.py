@@ -226,10 +226,10 @@ class Led(MemoryRanks):
     follower: Follower
 
     @contextlib.contextmanager
-    def lead(self, command: Command) -> Iterator[list[Any]]:
+    def lead(self, command: Callable[[], Command]) -> Iterator[list[Any]]:
         answers: list[Any] = []
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self.follower.do, "base", command)
+            answer = pool.submit(self.follower.do, "base", command())
             yield answers
             answers.append(answer.result())
 
