@@ -143,13 +143,10 @@ class Ledger:
         answer = json.loads(self._call("lease_stage", stage, worker, _ms(lease_s), base_model))
         return TrainingJob.from_hash(answer) if answer else None
 
-    def lease_next(self, worker: str, base_model: str, *, lease_s: float) -> TrainingJob | None:
-        """The next ready job, for a worker that does not group."""
-        return next(iter(self.lease_group(worker, base_model, max_jobs=1, lease_s=lease_s)), None)
-
     def lease_group(
         self, worker: str, base_model: str, *, max_jobs: int, lease_s: float
     ) -> list[TrainingJob]:
+        """The next ready jobs, for one grouped update: highest priority first, then oldest."""
         answer = self._call("lease_group", worker, base_model, max_jobs, _ms(lease_s))
         return [TrainingJob.from_hash(raw) for raw in json.loads(answer)]
 

@@ -45,11 +45,6 @@ class ArenaTier(Tier):
         self._verify = verify
         self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="arena")
 
-    @property
-    def used_bytes(self) -> int:
-        slots = self._file.slots
-        return int(slots["size"][slots["state"] != SlotState.FREE].sum())
-
     def allocate(self, key: Key, segment_id: str, spans: Spans, *, ttl_s: float) -> Place:
         body = max(offset + size for offset, size in spans)
         size = max(aligned(body), aligned(1))

@@ -42,8 +42,7 @@ def train(some: Process, run: str, tenant: str = "a", *, cost_s: float = 2.5) ->
     job = ledger.reserve(run, lease_s=10)
     assert not isinstance(job, str)
     ledger.mark(job, "ready")  # type: ignore[arg-type]
-    leased = ledger.lease_next("worker", "tiny", lease_s=10)
-    assert leased is not None
+    (leased,) = ledger.lease_group("worker", "tiny", max_jobs=1, lease_s=10)
     ledger.complete(leased, step=1, result={}, cost_s=cost_s, samples=8)
     ledger.checkpointed(run, position=1, checkpoint=f"pick/{run}/1", step=1)
     ledger.finish(run)

@@ -261,8 +261,7 @@ def test_the_collector_frees_what_no_index_knows(path: Path) -> None:
         after.put("p2", "a", {"x": np.zeros(8)}, ttl_s=60)
     assert after.collect([], grace_s=60) == 0
     assert after.collect([], grace_s=0) == 1
-    after.put("p2", "a", {"x": np.zeros(8)}, ttl_s=60)
-    assert arena.used_bytes == 64
+    after.put("p2", "a", {"x": np.zeros(8)}, ttl_s=60)  # there is room again
 
 
 def test_many_processes_recycle_and_never_read_foreign_bytes(path: Path) -> None:
