@@ -6,6 +6,7 @@ that would teach nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Collection
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vla_platform.control import dispatch
+from vla_platform.control.leases import given_back, kept_alive
 from vla_platform.control.services import Services
 from vla_platform.control.stage_work import compute_waiting
 from vla_platform.control.states import DropReason, JobState, Stage
@@ -155,48 +157,52 @@ def compute_ready(services: Services, worker: str) -> int:
 def _compute(services: Services, job: TrainingJob) -> None:
     ledger = services.ledger
     try:
-        spec = load_rl_spec(services, job.tenant_id, job.workload)
-        names = set(services.payloads.metadata(job.partition_id, job.tenant_id))
-        if {"advantages", "trained"} <= names:  # a tenant's own algorithm
-            _go_on(services, job)
-            return
-        missing = sorted(set(ROW_COLUMNS) - names)
-        if missing and names:
-            raise DataError(
-                f"columns {', '.join(missing)} are missing, and so are `advantages`, `trained`",
-                column=missing[0],
-            )
-        told = ledger.descriptor(job.job_id)
-        wanted = [*ROW_COLUMNS, *(names & {"value", "actor_value", "group", "success"})]
-        if "scored" in told:  # what a late grader wrote counts for nothing
-            wanted += names & {*SCORE_COLUMNS, "log_prob", "actor_log_prob"}
-        columns = services.payloads.arrays(job.partition_id, job.tenant_id, wanted)
-        judged = judge_rollout(spec, columns, episodes_of(told, columns))
-        if judged.drop is not None:
-            ledger.drop(job, judged.drop)
-            return
-        services.payloads.put(
-            job.partition_id, job.tenant_id, judged.columns, ttl_s=SAMPLES_TTL_S, wait_s=5.0
-        )
-        _go_on(services, job)
+        with given_back(ledger, job):
+            with kept_alive(ledger, job, lease_s=services.settings.lease_s) as keeper:
+                drop = _write_advantages(services, job)
+                keeper.check()
+            if drop is not None:
+                ledger.drop(job, drop)
+            elif ledger.mark(job, JobState.READY):
+                dispatch.train(job)
     except LeaseLostError as error:
         _log.warning("action=advantages_refused job=%s reason=%s", job.job_id, error)
     except PayloadNotFoundError as error:
         _log.warning("action=samples_lost job=%s reason=%s", job.job_id, error)
-        ledger.drop(job, DropReason.SAMPLES_LOST)
+        with contextlib.suppress(LeaseLostError):
+            ledger.drop(job, DropReason.SAMPLES_LOST)
     except MISFITS as error:
         wrong = DataError(f"the rows of {job.job_id} cannot be judged: {error!r}")
         ledger.fail(job.workload, wrong.to_dict())
     except CodedError as error:
         if error.retryable:
-            ledger.release(job)
             raise
         ledger.fail(job.workload, error.to_dict())
 
 
-def _go_on(services: Services, job: TrainingJob) -> None:
-    if services.ledger.mark(job, JobState.READY):
-        dispatch.train(job)
+def _write_advantages(services: Services, job: TrainingJob) -> DropReason | None:
+    """Why the rollout trains nothing; None: its advantages are there."""
+    spec = load_rl_spec(services, job.tenant_id, job.workload)
+    names = set(services.payloads.metadata(job.partition_id, job.tenant_id))
+    if {"advantages", "trained"} <= names:  # a tenant's own algorithm
+        return None
+    missing = sorted(set(ROW_COLUMNS) - names)
+    if missing and names:
+        raise DataError(
+            f"columns {', '.join(missing)} are missing, and so are `advantages`, `trained`",
+            column=missing[0],
+        )
+    told = services.ledger.descriptor(job.job_id)
+    wanted = [*ROW_COLUMNS, *(names & {"value", "actor_value", "group", "success"})]
+    if "scored" in told:  # what a late grader wrote counts for nothing
+        wanted += names & {*SCORE_COLUMNS, "log_prob", "actor_log_prob"}
+    columns = services.payloads.arrays(job.partition_id, job.tenant_id, wanted)
+    judged = judge_rollout(spec, columns, episodes_of(told, columns))
+    if judged.drop is None:
+        services.payloads.put(
+            job.partition_id, job.tenant_id, judged.columns, ttl_s=SAMPLES_TTL_S, wait_s=5.0
+        )
+    return judged.drop
 
 
 def columns_of_summaries(descriptor: dict[str, str], there: Collection[str]) -> set[str]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from vla_platform.control import dispatch
 from vla_platform.control.advantages import columns_of_summaries, episodes_of
-from vla_platform.control.leases import kept_alive
+from vla_platform.control.leases import given_back, kept_alive
 from vla_platform.control.services import Services
 from vla_platform.control.stage_work import compute_waiting
 from vla_platform.control.states import DropReason, JobState, Stage, state_after
@@ -47,13 +47,14 @@ def _grade(services: Services, job: TrainingJob) -> None:
     ledger = services.ledger
     begun = time.monotonic()
     try:
-        with kept_alive(ledger, job, lease_s=services.settings.lease_s) as keeper:
-            values = _write_grades(services, job)
-            keeper.check()
-        reach(Failpoint.COLUMNS_WRITTEN)
-        state = state_after(job.lifecycle, JobState.COMPUTING_SCORES)
-        if ledger.mark(job, state, scored=1):
-            dispatch.go_on(job, state)
+        with given_back(ledger, job):
+            with kept_alive(ledger, job, lease_s=services.settings.lease_s) as keeper:
+                values = _write_grades(services, job)
+                keeper.check()
+            reach(Failpoint.COLUMNS_WRITTEN)
+            state = state_after(job.lifecycle, JobState.COMPUTING_SCORES)
+            if ledger.mark(job, state, scored=1):
+                dispatch.go_on(job, state)
     except LeaseLostError as error:
         _log.warning("action=grades_refused job=%s reason=%s", job.job_id, error)
     except PayloadNotFoundError as error:
@@ -61,11 +62,10 @@ def _grade(services: Services, job: TrainingJob) -> None:
         with contextlib.suppress(LeaseLostError):
             ledger.drop(job, DropReason.SAMPLES_LOST)
     except CodedError as error:
+        if error.retryable:
+            raise
+        _log.warning("action=grader_failed job=%s reason=%s", job.job_id, error)
         with contextlib.suppress(LeaseLostError):
-            if error.retryable:
-                ledger.release(job)
-                raise
-            _log.warning("action=grader_failed job=%s reason=%s", job.job_id, error)
             ledger.unscored(job, str(error)[:400])
     else:
         values |= {"position": job.position, "seconds": round(time.monotonic() - begun, 3)}

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.training_job import TrainingJob
@@ -57,6 +57,18 @@ def kept_alive(
 
     with _beside(renew, over, name=f"lease-{job.job_id[-12:]}"):
         yield keeper
+
+
+@contextmanager
+def given_back(ledger: Ledger, job: TrainingJob) -> Iterator[None]:
+    """A service that is down, or full, is not the job's fault: it goes back uncounted."""
+    try:
+        yield
+    except CodedError as error:
+        if error.retryable:
+            with suppress(CodedError):  # else it goes back when its lease runs out
+                ledger.release(job)
+        raise
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vla_platform import work
 from vla_platform.control import dispatch
 from vla_platform.control.admission import check_rl, derive_schema, open_for, split_episodes
-from vla_platform.control.leases import announced, kept_alive
+from vla_platform.control.leases import announced, given_back, kept_alive
 from vla_platform.control.offline import open_offline
 from vla_platform.control.plan import Domain, Plan
 from vla_platform.control.prepared import Prepared, load_prepared, prepared_key
@@ -295,6 +295,7 @@ def produce(services: Services, sources: Sources, tenant: str, run: str) -> int:
                 work.over("reserve", job, asked_s, time.time())
                 with (
                     work.on_job("produce", job),
+                    given_back(services.ledger, job),
                     kept_alive(services.ledger, job, lease_s=lease_s, producing=True),
                 ):
                     _produce_one(services, sources.get(tenant, run), job)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from vla_platform import work
 from vla_platform.control import dispatch
-from vla_platform.control.leases import kept_alive
+from vla_platform.control.leases import given_back, kept_alive
 from vla_platform.control.prepared import load_prepared
 from vla_platform.control.services import Services
 from vla_platform.control.states import PASSING_WAITS, JobState, state_after
@@ -78,7 +78,7 @@ def produce(services: Services, tenant: str, run: str, play: Play) -> int:
             job = ledger.reserve(run, lease_s=settings.lease_s, limits=settings.reserve_limits())
             if isinstance(job, TrainingJob):
                 work.over("reserve", job, asked_s, time.time())
-                with work.on_job("rollout", job):
+                with work.on_job("rollout", job), given_back(ledger, job):
                     _roll_out(services, job, play, by)
                 produced += 1
             elif job in PASSING_WAITS:

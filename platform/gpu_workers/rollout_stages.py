@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from vla_platform import work
 from vla_platform.control import dispatch
-from vla_platform.control.leases import kept_alive
+from vla_platform.control.leases import given_back, kept_alive
 from vla_platform.control.prepared import load_prepared
 from vla_platform.control.services import Services
 from vla_platform.control.states import JobState, Stage, state_after
@@ -45,27 +45,24 @@ class RolloutStages:
         ledger = self._services.ledger
         more = {"scored": 1} if stage is Stage.SCORES else {}
         try:
-            with (
-                work.on_job(str(stage), job),
-                kept_alive(ledger, job, lease_s=self._services.settings.lease_s),
-            ):
-                if stage is Stage.SCORES:
-                    self._score(job)
-                else:
-                    self._rollouts.forward_actor(job, lambda: self._policies.actor(job))
-            reach(Failpoint.COLUMNS_WRITTEN)
-            state = state_after(job.lifecycle, JobState(job.state))
-            if ledger.mark(job, state, **more):
-                dispatch.go_on(job, state)
+            with work.on_job(str(stage), job), given_back(ledger, job):
+                with kept_alive(ledger, job, lease_s=self._services.settings.lease_s):
+                    if stage is Stage.SCORES:
+                        self._score(job)
+                    else:
+                        self._rollouts.forward_actor(job, lambda: self._policies.actor(job))
+                reach(Failpoint.COLUMNS_WRITTEN)
+                state = state_after(job.lifecycle, JobState(job.state))
+                if ledger.mark(job, state, **more):
+                    dispatch.go_on(job, state)
         except LedgerError as error:
             _log.warning("action=%s_refused job=%s reason=%s", stage, job.job_id, error)
         except UnsoundWorkerError:
             raise
         except CodedError as error:
+            if error.retryable:
+                return False
             with contextlib.suppress(LedgerError):
-                if error.retryable:
-                    ledger.release(job)
-                    return False
                 if stage is Stage.SCORES:
                     _log.warning("action=teacher_failed job=%s reason=%s", job.job_id, error)
                     ledger.unscored(job, str(error))

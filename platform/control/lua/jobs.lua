@@ -81,7 +81,7 @@ local function reserve(_, args)
   local silent = redis.call('ZRANGEBYSCORE', key .. ':jobs', '-inf', at, 'LIMIT', 0, 1)
   if silent[1] then
     local job = 'vla:j:' .. silent[1]
-    if redis.call('HINCRBY', job, 'attempt', 1) > MOST_ATTEMPTS then
+    if redis.call('HINCRBY', job, 'attempt', 1) >= MOST_ATTEMPTS then
       poison(silent[1], hash(job), 'producer')
       return cjson.encode({wait = 'failed'})
     end
@@ -270,15 +270,21 @@ local function complete(_, args)
     through = through(w, position, step)})
 end
 
--- release(job, fence): leased -> ready, computing_<stage> -> needs_<stage>, unharmed: a service is
--- down or the worker stops in order. The lease is not counted.
+-- release(job, fence): leased -> ready, computing_<stage> -> needs_<stage>, reserved -> the next
+-- producer's, unharmed: a service is down or the worker stops in order. The lease is not counted.
 local function release(_, args)
   local job_id = args[1]
   local key = 'vla:j:' .. job_id
   local j = job_of(job_id)
-  if (j.lease_owner or '') == '' or j.fence ~= args[2] or terminal(j.lifecycle, j.state) then
-    return refuse('LEASE_LOST', job_id)
+  if j.fence ~= args[2] or terminal(j.lifecycle, j.state) then return refuse('LEASE_LOST', job_id) end
+  if j.state == 'reserved' and j.lease_expires ~= '0' then
+    redis.call('HSET', key, 'lease_expires', 0)
+    redis.call('HINCRBY', key, 'attempt', -1)
+    redis.call('ZADD', 'vla:w:' .. j.workload .. ':jobs', 0, job_id)
+    unlist(job_id, j)
+    return 1
   end
+  if (j.lease_owner or '') == '' then return refuse('LEASE_LOST', job_id) end
   redis.call('HSET', key, 'lease_owner', '', 'lease_expires', 0)
   redis.call('ZREM', 'vla:leases', job_id)
   if j.state == 'leased' then

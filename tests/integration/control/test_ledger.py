@@ -220,6 +220,31 @@ def test_a_silent_producer_loses_its_reservation(ledger: Ledger):
     ledger.mark(again, JobState.READY, sample_count=1, domain="train")
 
 
+def test_a_position_that_ends_its_producers_is_set_aside_at_the_third(ledger: Ledger):
+    start(ledger, "r")
+    for _ in range(3):
+        assert isinstance(ledger.reserve("r", lease_s=EXPIRED_S), TrainingJob)
+        passed()
+    assert ledger.reserve("r", lease_s=LONG_S) == "failed"
+    reason = json.loads(ledger.workload("r")["reason"])
+    assert (reason["code"], "3 times" in reason["message"]) == ("poison", True)
+
+
+def test_a_reservation_given_back_counts_no_attempt(ledger: Ledger):
+    """A payload store that is full, or down, is not the run's fault."""
+    start(ledger, "r")
+    fences = []
+    for _ in range(8):
+        job = ledger.reserve("r", lease_s=LONG_S)
+        assert isinstance(job, TrainingJob)
+        fences.append(job.fence)
+        ledger.release(job)
+        with pytest.raises(LeaseLostError):
+            ledger.release(job)
+    assert fences == list(range(1, 9))
+    assert ledger.due().produce == ("r",)
+
+
 def test_cancel_is_final_and_repeatable_pf07_b72(ledger: Ledger):
     start(ledger, "r")
     produce(ledger, "r")

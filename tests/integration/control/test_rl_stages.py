@@ -16,7 +16,7 @@ import pytest
 import redis
 from celery import Celery
 
-from vla_platform.control import advantages, dispatch, grading
+from vla_platform.control import advantages, dispatch, grading, rollouts
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.ledger_functions import TEST_CLOCK_KEY
 from vla_platform.control.services import Services, connect
@@ -255,8 +255,7 @@ def test_advantages_of_a_killed_worker_are_computed_whole_and_identical_f45(
     job = roll_out(services, run)
     killed = services.ledger.lease_stage(Stage.ADVANTAGES, "killed", lease_s=1)
     assert killed is not None
-    with monkeypatched(advantages, "_go_on", lambda *_: None):
-        advantages._compute(services, killed)  # written, and never told
+    advantages._write_advantages(services, killed)  # and dies before it tells
     before = advantages_of(services, job)
     services.ledger.client.incrby(TEST_CLOCK_KEY, 2000)
     services.ledger.due()
@@ -320,6 +319,23 @@ def test_hints_that_come_twice_to_several_workers_compute_each_job_once_pf28(
     assert all(advantages_of(services, job) == [0.5, -0.5, 1.0, -1.0] for job in jobs)
 
 
+def test_an_outage_costs_a_producer_no_attempt(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody answers the rollout's predictions: that is not the run's fault, however often."""
+
+    def nobody_predicts(*_: Any) -> None:
+        raise UnavailableError("no inference worker answers")
+
+    run = start(services)
+    monkeypatch.setattr(rollouts, "_roll_out", nobody_predicts)
+    for _ in range(5):
+        with pytest.raises(UnavailableError):
+            rollouts.produce(services, "a", run, play=nobody_predicts)  # type: ignore[arg-type]
+    assert services.ledger.workload(run)["state"] == "running"
+    assert not services.ledger.client.scard("vla:rollouts")
+
+
 def test_a_reward_that_is_no_number_ends_its_own_run_only_b39(services: Services) -> None:
     bad, good = start(services, run="bad"), start(services, run="good", policy="q")
     roll_out(services, bad, rewards=(1, 0, 0, 0))
@@ -365,10 +381,3 @@ def test_an_update_reads_the_rows_and_columns_that_train_something(services: Ser
     assert "images" not in found
     assert "rewards" not in found
     rollouts.close()
-
-
-@contextlib.contextmanager
-def monkeypatched(module: Any, name: str, value: Any) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, name, value)
-        yield

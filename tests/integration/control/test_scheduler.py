@@ -418,6 +418,17 @@ def test_a_silent_rollout_holds_no_place(ledger: Ledger):
     taken(reserve(ledger, "r2", **limits))
 
 
+def test_a_rollout_given_back_holds_no_place(ledger: Ledger):
+    """Its host could not go on: others roll out, and it takes a place anew."""
+    for name in ("r1", "r2"):
+        start(ledger, name, tenant=name)
+    ledger.release(taken(reserve(ledger, "r1", rollouts=1)))
+    other = taken(reserve(ledger, "r2", rollouts=1))
+    ledger.release(other)
+    assert taken(reserve(ledger, "r1", rollouts=1)).fence == 2
+    assert reserve(ledger, "r2", rollouts=1) != other.job_id
+
+
 def test_a_tenants_own_samples_take_no_rollout_place(ledger: Ledger):
     start(ledger, "mine", harness="")
     start(ledger, "r", tenant="b")

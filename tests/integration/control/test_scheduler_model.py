@@ -29,6 +29,7 @@ NAMES = ("sft-low", "sft-high", "rl-one", "rl-two", "rl-twin", "rl-graded", "rl-
 SCORED = {"rl-graded": "keep_reward", "rl-picky": "drop"}
 WORKERS = ("w1", "w2")
 MOST_ATTEMPTS = 3
+RELEASED = -1.0  # when a reservation expires that was given back
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Model:
         if silent:
             job = silent[0]
             job.attempt += 1
-            if job.attempt > MOST_ATTEMPTS:
+            if job.attempt >= MOST_ATTEMPTS:
                 run.fail()
                 return "failed"
             job.fence += 1
@@ -349,12 +350,16 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         lease, job, fence = data.draw(st.sampled_from(self.held))
         ours = job.run.state == "running" and job.run.jobs.get(job.position) is job
-        if not ours or job.fence != fence or not job.owner:
+        reserved = job.state == "reserved" and job.expires != RELEASED
+        if not ours or job.fence != fence or not (job.owner or reserved):
             with pytest.raises(LeaseLostError):
                 self.ledger.release(lease)
             return
         self.ledger.release(lease)
         job.owner = ""
+        if reserved:
+            job.expires, job.attempt, job.rolling = RELEASED, job.attempt - 1, False
+            return
         if job.state == "leased":
             job.state = "ready"
             job.run.attempts[job.position] -= 1
