@@ -52,7 +52,6 @@ def oft_columns(backbone: Backbone, num: int, *, seed: int) -> Columns:
     width = max(map(len, texts))
     return {
         "images": rng.integers(0, 256, (num, 1, size, size, 3), dtype=np.uint8),
-        "frame_digest": rng.integers(0, 256, (num, 1, 16), dtype=np.uint8),
         "state": rng.uniform(-1, 1, (num, STATE_DIM)).astype(np.float32),
         "actions": rng.uniform(-1, 1, (num, CHUNK, ACTION_DIM)).astype(np.float32),
         "actions_is_pad": np.zeros((num, CHUNK), np.bool_),

@@ -70,7 +70,7 @@ def columns_of(
     image_size: int,
 ) -> Columns:
     """The rows of an update: one per decision, and one for what each episode saw last."""
-    from vla_platform.datasets.frames import make_frame
+    from vla_platform.datasets.frames import resize
 
     rows: list[dict[str, Any]] = []
     for number, episode in enumerate(episodes):
@@ -79,15 +79,14 @@ def columns_of(
         latent, log_prob = first.latents[row], first.log_probs[row]
         chunk = len(log_prob)
         for seen, found, at, outcome in [*episode, (episode[-1][3].observation, None, 0, None)]:
-            frames = [make_frame(seen.images[name], image_size) for name in cameras]
+            frames = [resize(seen.images[name], image_size) for name in cameras]
             done = outcome.num_steps if outcome is not None else 0
             rewards = np.zeros(chunk, np.float32)
             if outcome is not None:
                 rewards[:done] = outcome.rewards
             rows.append(
                 {
-                    "images": np.stack([frame.pixels for frame in frames]),
-                    "frame_digest": np.stack([frame.digest for frame in frames]),
+                    "images": np.stack(frames),
                     "state": seen.state,
                     "task": seen.task,
                     "latent": found.latents[at] if found is not None else np.zeros_like(latent),

@@ -103,9 +103,9 @@ class GymnasiumEnvironment(Environment):
         return Observation(images, np.asarray(seen).reshape(-1), self._options.task)
 
     def _picture(self) -> npt.NDArray[np.uint8]:
-        from vla_platform.datasets.frames import make_frame
+        from vla_platform.datasets.frames import resize
 
-        return make_frame(np.asarray(self._env.render(), np.uint8), self._options.image_size).pixels
+        return resize(np.asarray(self._env.render(), np.uint8), self._options.image_size)
 
 
 def make(name: str, options: GymnasiumOptions) -> Environment:

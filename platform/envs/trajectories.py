@@ -6,7 +6,7 @@ holds the true final observation (PF-33), so that every decision has a `next_row
 
 Columns, leading B, with C cameras, P = image size, H = chunk:
 
-    images (B, C, P, P, 3) uint8, frame_digest (B, C, 16) uint8, state (B, S), prompt (B, L)
+    images (B, C, P, P, 3) uint8, state (B, S), prompt (B, L)
     is_transition (B,) bool     false: a final observation, only good for its value
     next_row (B,) int64         the row of the observation that followed; -1 for final ones
     actions (B, H, A)           as the policy drew them: log-probabilities belong to these
@@ -30,8 +30,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vla_platform.datasets.frames import Frame, make_frame
+from vla_platform.datasets.frames import resize
 from vla_platform.datasets.prompts import encode_prompts
+from vla_platform.datasets.video import Pixels
 from vla_platform.envs.base import Observation, matching_cameras
 from vla_platform.envs.sessions import Outcome
 
@@ -58,14 +59,14 @@ class End(StrEnum):
 class Seen:
     """An observation as the model takes it."""
 
-    frames: tuple[Frame, ...]  # one per camera, in the schema's order
+    frames: tuple[Pixels, ...]  # resized, one per camera in the schema's order
     state: npt.NDArray[np.float32]  # Shape: (S,)
     task: str
 
     @classmethod
     def of(cls, observation: Observation, cameras: Sequence[str], image_size: int) -> Seen:
         names = matching_cameras(cameras, observation.images)
-        frames = tuple(make_frame(observation.images[name], image_size) for name in names)
+        frames = tuple(resize(observation.images[name], image_size) for name in names)
         return cls(frames, observation.state, observation.task)
 
 
@@ -143,12 +144,9 @@ def columns_of(episodes: Sequence[Episode], *, chunk: int) -> Columns:
     seen = [_seen(episode, decision) for episode, decision in rows]
     action_dim = episodes[0].decisions[0].actions.shape[1]
     columns: Columns = {
-        "images": np.stack([np.stack([frame.pixels for frame in one.frames]) for one in seen])
+        "images": np.stack([np.stack(one.frames) for one in seen])
         if seen[0].frames
         else np.zeros((len(rows), 0, 1, 1, 3), np.uint8),
-        "frame_digest": np.stack([np.stack([frame.digest for frame in one.frames]) for one in seen])
-        if seen[0].frames
-        else np.zeros((len(rows), 0, 16), np.uint8),
         "state": np.stack([one.state for one in seen]),
         "prompt": encode_prompts([one.task for one in seen]),
         "is_transition": np.array([decision is not None for _, decision in rows]),

@@ -38,13 +38,11 @@ class Row:
     images  uint8, shape (C, P, P, 3): cameras in the schema's order, already resized.
     prompt  the task text, with the state's bins where the module wants them in the prompt.
     num_queries  action query tokens appended to the prompt (H for OFT, 0 for the others).
-    frame_digests  one digest per image, shape (C, 16) uint8: names the pixels for the cache.
     """
 
     images: npt.NDArray[np.uint8]
     prompt: str
     num_queries: int = 0
-    frame_digests: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True)

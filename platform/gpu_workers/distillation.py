@@ -69,7 +69,6 @@ def _seen(teacher: ActionModule, student: Schema, columns: Mapping[str, Any]) ->
     seen = {name: columns[name] for name in FALLBACK_COLUMNS if name in columns}
     size = teacher.schema.image_size
     if size != student.image_size:
-        seen.pop("frame_digest", None)  # of other pixels
         images = [[resize(frame, size) for frame in row] for row in np.asarray(seen["images"])]
         seen["images"] = np.asarray(images)
     return seen

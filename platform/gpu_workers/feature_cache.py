@@ -11,6 +11,7 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from vla_platform.gpu_workers.canonical import Row
@@ -70,21 +71,13 @@ def _size_bytes(feature: Tensor) -> int:
 def row_key(row: Row, kind: str, base: bytes) -> bytes:
     """The cache key of a row, 16 bytes. `base` stands for the digests of model and preprocessing.
 
-    Frames are named by their digests where the producer sent them, else by their pixels.
+    Pixels are named by themselves: a digest that comes with them is its sender's word, and would
+    give another tenant the features of whatever that sender likes.
     """
     digest = hashlib.blake2b(base, digest_size=16)
     prompt = row.prompt.encode()
     shape = (*row.images.shape, row.num_queries, len(prompt))
     digest.update(f"{kind} {shape} ".encode())
     digest.update(prompt)
-    if row.frame_digests is not None:
-        digest.update(row.frame_digests.tobytes())
-    else:
-        for image in row.images:
-            digest.update(frame_digest(image.tobytes()))
+    digest.update(np.ascontiguousarray(row.images).data)
     return digest.digest()
-
-
-def frame_digest(pixels: bytes) -> bytes:
-    """BLAKE2b-128 of a resized frame's pixels: the `frame_digest` column of a batch."""
-    return hashlib.blake2b(pixels, digest_size=16).digest()

@@ -32,7 +32,7 @@ WEIGHTED_COLUMNS = ("actions", "advantages", "trained", "state", "is_transition"
 WEIGHTED_OPTIONAL = ("returns", "feature")
 ACTOR_COLUMNS = ("latent", "state", "is_transition", "next_row", "terminated", "feature")
 """What the actor's forward reads, beside the fallback."""
-FALLBACK_COLUMNS = ("images", "frame_digest", "prompt", "state")
+FALLBACK_COLUMNS = ("images", "prompt", "state")
 """What the rows are encoded from where no features were kept."""
 
 

@@ -81,16 +81,11 @@ def _check_finite(columns: Columns, name: str) -> None:
 
 def rows_of(columns: Columns, module: ActionModule) -> list[Row]:
     """The rows that the backbone reads. Columns must have passed `check_columns`."""
-    images, digests = columns["images"], columns.get("frame_digest")
+    images = columns["images"]
     state = columns["state"] if reads_state(module.schema) else None
     prompts = module.prompts(decode_prompts(columns["prompt"]), state)
     return [
-        Row(
-            images=images[at],
-            prompt=prompt,
-            num_queries=module.num_queries,
-            frame_digests=None if digests is None else digests[at],
-        )
+        Row(images=images[at], prompt=prompt, num_queries=module.num_queries)
         for at, prompt in enumerate(prompts)
     ]
 

@@ -93,7 +93,7 @@ def main() -> dict[str, Any]:
         "transitions": report.num_transitions,
         "success_rate": report.success_rate,
         "images": list(rows["images"].shape),
-        "pictures": len({frame.tobytes() for frame in rows["frame_digest"]}),
+        "pictures": len({row.tobytes() for row in rows["images"]}),
         "brightness": float(rows["images"].mean()),
         "spread": float(rows["images"].std()),
     }

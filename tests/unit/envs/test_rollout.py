@@ -306,7 +306,7 @@ def test_pf38_a_frame_looks_the_same_to_rollout_and_training(
         seed=0,
     ) as data:  # fmt: skip
         loaded = data.evenly_spaced(1).columns
-    for name in ("images", "state", "actions", "actions_is_pad", "prompt", "frame_digest"):
+    for name in ("images", "state", "actions", "actions_is_pad", "prompt"):
         assert (loaded[name].dtype, loaded[name].ndim) == (rows[name].dtype, rows[name].ndim)
     assert loaded["images"].shape[1:] == rows["images"].shape[1:]
     # The expert's own scene, drawn again by a session, against the decoded frame of the dataset.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vla_platform.gpu_workers.backbone import Backbone, FeatureKind
 from vla_platform.gpu_workers.canonical import Row
-from vla_platform.gpu_workers.feature_cache import FeatureCache, frame_digest, row_key
+from vla_platform.gpu_workers.feature_cache import FeatureCache, row_key
 from vla_platform.gpu_workers.features import FeatureEncoder, stack_features
 
 KINDS = list(FeatureKind)
@@ -177,13 +177,6 @@ def test_the_key_covers_all_that_features_depend_on() -> None:
         row_key(Row(row.images[:1], row.prompt, 8), "queries", b"base"),
     ]
     assert len(keys) == len(set(keys))
-
-
-def test_frame_digests_stand_for_pixels() -> None:
-    row = make_row(2, 3, 8, FeatureKind.QUERIES, 0)
-    digests = np.stack([np.frombuffer(frame_digest(i.tobytes()), np.uint8) for i in row.images])
-    named = Row(row.images, row.prompt, 8, frame_digests=digests)
-    assert row_key(row, "queries", b"") == row_key(named, "queries", b"")
 
 
 def test_stacked_rows_are_padded_on_the_left_and_masked() -> None:

@@ -111,6 +111,21 @@ def test_pf11_each_row_meets_its_own_module(backbone: Backbone, make_config: Mak
         assert expected == losses[config.policy_key]
 
 
+def test_digests_that_a_tenant_sends_name_no_pixels_of_others(
+    backbone: Backbone, make_config: MakeConfig
+) -> None:
+    """Tenant b claims the digest of a's frames for noise of its own, before a trains."""
+    a, b = make_config("a", seed=1), make_config("b", seed=2)
+    columns = make_columns(a, 0) | {"frame_digest": np.zeros((3, len(a.schema.cameras), 16))}
+    noise = {**columns, "images": make_columns(a, 9)["images"]}
+    expected = train_alone(backbone, a, [columns])
+    service = TrainingModelService(backbone, cache=FeatureCache())
+    for config, batch in ((b, noise), (a, columns)):
+        service.mount(config)
+        service.train_batch(config.policy_key, batch)
+    assert_equal_states(expected, service.save(a.policy_key))
+
+
 def test_pf16_exactly_the_trained_policy_changes(
     backbone: Backbone, make_config: MakeConfig
 ) -> None:
