@@ -80,10 +80,8 @@ def test_a_removed_object_is_removed_here_too(root: Path) -> None:
     find("s3://datasets/reach", root, objects)
     objects.delete("a/datasets/reach/data/old.parquet")
     folder = find("s3://datasets/reach", root, objects)
-    assert [one.name for one in folder.rglob("*") if one.is_file()] == [
-        "info.json",
-        "info.json.etag",
-    ]
+    left = {one.name for one in folder.rglob("*") if one.is_file()}
+    assert left == {"info.json", "info.json.etag"}
 
 
 @pytest.mark.parametrize(
