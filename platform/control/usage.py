@@ -6,8 +6,9 @@ as statements in the object store.
     vla:use:<tenant>:<month>                hash  <what> -> amount; `month` is such as 2026-11
     platform/usage/<tenant>/<date>.json     the statement; <tenant>/usage/<date>.json is its copy
 
-Training is counted by the ledger in the same step that completes a job, inference in the same
-transaction that acknowledges its event: both exactly once.
+Training is counted by the ledger in the same step that completes a job: exactly once. Inference is
+counted in the same transaction that acknowledges its event: never twice, and not at all where the
+event was lost in an outage of more than a minute.
 """
 
 from __future__ import annotations

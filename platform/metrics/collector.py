@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from prometheus_client import Counter, Gauge, start_http_server
 from vla_platform.control import usage
 from vla_platform.control.gpu_reports import read_reports
 from vla_platform.logs import configure
-from vla_platform.metrics.events import PLATFORM_STREAM, Event
+from vla_platform.metrics.events import OUTAGE_S, PLATFORM_STREAM, Event
 from vla_platform.metrics.sinks import Sink, open_sinks
 from vla_platform.settings import load_settings
 from vla_storage.audit_findings import Severity
@@ -32,6 +33,7 @@ from vla_storage.objects import ObjectStore, S3ObjectStore
 
 GROUP, CONSUMER = "collector", "collector"
 BATCH, BLOCK_MS = 512, 1000
+SEEN, SEEN_S = "vla:metrics:seen", 10 * OUTAGE_S  # ids of events that came, for as long
 
 STEPS = Counter("vla_steps_total", "Optimizer steps", ["tenant", "workload"])
 SAMPLES = Counter("vla_samples_total", "Training rows", ["tenant", "workload"])
@@ -80,9 +82,9 @@ def collect(
         found = client.xreadgroup(GROUP, CONSUMER, {PLATFORM_STREAM: start}, BATCH, block=wait)
         entries = found[0][1] if found else []
         if entries:
-            events = [(entry, json.loads(fields["event"])) for entry, fields in entries]
+            events = _new(client, [(entry, json.loads(told["event"])) for entry, told in entries])
             _store(objects, events)
-            _acknowledge(client, events)
+            _acknowledge(client, [entry for entry, _ in entries], events)
             forward(sinks, events)
             return len(entries)
     return 0
@@ -96,12 +98,22 @@ def open_group(client: Any) -> None:
             raise
 
 
-def _acknowledge(client: Any, entries: list[Entry]) -> None:
+def _new(client: Any, entries: list[Entry]) -> list[Entry]:
+    """Without those that came before: an emitter sends again what it heard no answer to."""
+    by_id = {event.get("id", entry): (entry, event) for entry, event in reversed(entries)}
+    seen = client.zmscore(SEEN, list(by_id))
+    new = [one for one, at in zip(by_id.values(), seen, strict=True) if at is None]
+    return new[::-1]
+
+
+def _acknowledge(client: Any, read: list[str], events: list[Entry]) -> None:
     """Done with, and counted as used, in one transaction: neither without the other."""
-    day = usage.today(client)
+    day, now = usage.today(client), time.time()
     with client.pipeline() as pipe:
-        pipe.xack(PLATFORM_STREAM, GROUP, *[entry for entry, _ in entries])
-        for _, event in entries:
+        pipe.xack(PLATFORM_STREAM, GROUP, *read)
+        pipe.zremrangebyscore(SEEN, "-inf", now - SEEN_S)
+        for entry, event in events:
+            pipe.zadd(SEEN, {event.get("id", entry): now})
             if event["kind"] == "inference":
                 amounts: dict[str, float] = {
                     str(usage.Use.BACKBONE_S): event["values"]["backbone_s"],

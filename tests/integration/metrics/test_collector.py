@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis
 
+from vla_platform.control import usage
 from vla_platform.metrics.collector import collect, open_group
-from vla_platform.metrics.events import Emitter, Event, stream_of
+from vla_platform.metrics.events import PLATFORM_STREAM, Emitter, Event, stream_of
 from vla_storage.errors import StorageUnavailableError
 from vla_storage.objects import Body, MemoryObjectStore
 
@@ -87,3 +90,37 @@ def test_a_redis_that_is_gone_holds_up_nobody() -> None:
     emitter.emit(Event(tenant="a", workload="r", kind="step"))
     emitter.close(timeout_s=5)
     assert not emitter._thread.is_alive()
+
+
+class Deaf:
+    """A client whose first transaction reaches the server, and its answer nobody."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+        self.heard = False
+
+    @contextlib.contextmanager
+    def pipeline(self, *, transaction: bool) -> Iterator[Any]:
+        with self._client.pipeline(transaction=transaction) as pipe:
+            yield pipe
+            if not self.heard:
+                self.heard = True
+                raise redis.TimeoutError("no answer")
+
+
+def test_what_an_emitter_sends_twice_is_stored_and_billed_once(client: redis.Redis) -> None:
+    open_group(client)
+    emitter = Emitter(Deaf(client))
+    values = {"base_model": "tiny", "requests": 3, "backbone_s": 0.5, "waited_ms": 1.0,
+              "batch_size": 3, "forward_ms": 1.0, "decode_ms": 1.0, "queue_depth": 0}  # fmt: skip
+    emitter.emit(Event(tenant="a", workload="serving", kind="inference", values=values))
+    while client.xlen(PLATFORM_STREAM) < 2:
+        time.sleep(0.01)
+    emitter.close()
+    objects = MemoryObjectStore()
+    while collect(client, objects, block_ms=10):
+        pass
+    (stored,) = objects.list("a/workloads/serving/metrics/")
+    assert len(objects.get(stored.key).splitlines()) == 1
+    totals = usage.statement(client, "a", usage.today(client)).totals
+    assert totals == {"requests": 3.0, "backbone_s": 0.5}
