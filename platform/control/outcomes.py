@@ -28,14 +28,11 @@ def finish_if_through(ledger: Ledger, run: str) -> bool:
     return True
 
 
-def record_outcomes(services: Services) -> int:
-    """Write what the ledger says has ended since; returns how many workloads that were."""
-    ended = services.ledger.ended()
-    for run in ended:
-        with contextlib.suppress(NotFoundError):
-            record_outcome(services, run)
-        services.ledger.recorded(run)
-    return len(ended)
+def record_ended(services: Services, run: str) -> None:
+    """Write what the ledger says has ended, and take it off its list."""
+    with contextlib.suppress(NotFoundError):
+        record_outcome(services, run)
+    services.ledger.recorded(run)
 
 
 def record_outcome(services: Services, run: str) -> None:

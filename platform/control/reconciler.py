@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 
 import redis
 
@@ -15,7 +16,7 @@ from vla_platform.control import (
     settlement,
     usage,
 )
-from vla_platform.control.outcomes import finish_if_through, record_outcomes
+from vla_platform.control.outcomes import finish_if_through, record_ended
 from vla_platform.control.payload_access import restore_payload_access
 from vla_platform.control.recovery import recover_if_lost
 from vla_platform.control.services import Services
@@ -23,7 +24,7 @@ from vla_platform.control.tenant_records import TENANTS_KEY
 from vla_platform.control.tenants import restore_acls
 from vla_platform.control.training_job import Due
 from vla_platform.control.workloads import load_spec
-from vla_storage.errors import StorageError
+from vla_storage.errors import CodedError, StorageError
 
 COLLECT_S = 60.0
 SCHEDULES_S = 60.0
@@ -34,36 +35,53 @@ def reconcile(services: Services) -> Due:
     """One round. Safe to run twice and at once: every receiver asks the ledger first."""
     recover_if_lost(services)
     due = services.ledger.due()
-    for run in due.prepare:
-        if services.ledger.is_prepared_by_somebody(run) or not services.ledger.is_due(
-            f"prepare:{run}", every_s=5.0
-        ):
-            continue
-        dispatch.prepare(services.ledger.workload(run)["tenant"], run)
-    for run in due.admit:
-        production.admit(services, services.ledger.workload(run)["tenant"], run)
-    for run in due.stranded:
-        settle_stranded(services, run)
-    for run in due.produce:
-        dispatch.produce(services.ledger.workload(run))
+    _each("prepare", due.prepare, lambda run: _prepare(services, run))
+    _each("admit", due.admit, lambda run: production.admit(services, _tenant(services, run), run))
+    _each("settle", due.stranded, lambda run: settle_stranded(services, run))
+    _each("produce", due.produce, lambda run: dispatch.produce(services.ledger.workload(run)))
     for stage, base_model in due.stages:
         dispatch.stage(stage, base_model)
     for base_model in due.train:
         job = services.ledger.first_ready(base_model)
         if job is not None:
             dispatch.train(job)
-    record_outcomes(services)
-    clear_partitions(services)
+    _each("record", services.ledger.ended(), lambda run: record_ended(services, run))
     keep_payloads(services)
     schedule_firings.look_at_due(services)
     if services.ledger.is_due("schedules", every_s=SCHEDULES_S):
-        for tenant in services.ledger.client.smembers(TENANTS_KEY):
-            schedules.restore(services, tenant)
-            settlement.resend_lost(services, tenant)
-            schedule_firings.look_at_claimed(services, tenant)
+        tenants = services.ledger.client.smembers(TENANTS_KEY)
+        _each("schedules", tenants, lambda tenant: _keep_schedules(services, tenant))
     if services.ledger.is_due("usage", every_s=usage.WRITE_S):
         usage.write_statements(services)
     return due
+
+
+def _each(what: str, items: Iterable[str], act: Callable[[str], object]) -> None:
+    """One tenant's run that cannot be served, for whatever reason, holds up nobody else's; a
+    service that is down ends the round."""
+    for item in items:
+        try:
+            act(item)
+        except Exception as error:
+            if isinstance(error, CodedError) and error.retryable:
+                raise
+            _log.exception("action=reconcile_failed step=%s item=%s", what, item)
+
+
+def _tenant(services: Services, run: str) -> str:
+    return services.ledger.workload(run)["tenant"]
+
+
+def _prepare(services: Services, run: str) -> None:
+    ledger = services.ledger
+    if not ledger.is_prepared_by_somebody(run) and ledger.is_due(f"prepare:{run}", every_s=5.0):
+        dispatch.prepare(_tenant(services, run), run)
+
+
+def _keep_schedules(services: Services, tenant: str) -> None:
+    schedules.restore(services, tenant)
+    settlement.resend_lost(services, tenant)
+    schedule_firings.look_at_claimed(services, tenant)
 
 
 def settle_stranded(services: Services, run: str) -> None:
@@ -85,19 +103,12 @@ def settle_stranded(services: Services, run: str) -> None:
     finish_if_through(services.ledger, run)
 
 
-def clear_partitions(services: Services) -> int:
-    """Remove the samples of ended jobs; returns how many partitions that were."""
-    cleared = services.ledger.take_cleared()
-    for partition_id, tenant in cleared:
-        services.payloads.clear(partition_id, tenant)
-    return len(cleared)
-
-
 def keep_payloads(services: Services) -> int:
-    """Bring a restarted payload Redis up to date; now and then remove the samples of jobs that
-    the ledger knows no longer. Returns how many partitions and bodies those were.
+    """Bring a restarted payload Redis up to date, and remove the samples of ended jobs; now and
+    then those of jobs that the ledger knows no longer. Returns how many partitions those were.
 
-    An outage of the payload store is waited for: jobs that need it go back by themselves.
+    An outage of the payload store is waited for: jobs that need it go back by themselves, and what
+    was not removed is one of those that nobody knows.
     """
     try:
         restore_payload_access(
@@ -105,9 +116,13 @@ def keep_payloads(services: Services) -> int:
             services.objects,
             expected=services.ledger.client.smembers(TENANTS_KEY),
         )
+        cleared = services.ledger.take_cleared()
+        for partition_id, tenant in cleared:
+            services.payloads.clear(partition_id, tenant)
         if not services.ledger.is_due("payloads:collect", every_s=COLLECT_S):
-            return 0
-        return services.payloads.collect(services.ledger.live_partitions(), grace_s=COLLECT_S)
+            return len(cleared)
+        live = services.ledger.live_partitions()
+        return len(cleared) + services.payloads.collect(live, grace_s=COLLECT_S)
     except (StorageError, redis.RedisError) as error:
         _log.warning("action=payloads_not_kept reason=%s", error)
         return 0
