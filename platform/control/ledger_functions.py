@@ -25,6 +25,7 @@ from vla_platform.errors import (
     QuotaError,
     UnavailableError,
 )
+from vla_storage.errors import CodedError
 
 _ERRORS = {
     "VLA_CONFLICT": ConflictError,
@@ -41,8 +42,13 @@ _OPERATIONS = (
     *("lease_group", "heartbeat", "leave", "rewind", "fall_back", "expire", "pending", "review"),
     *("claim", "renew_claim", "release_claim"),
 )
-_FOR_A_WHILE = (redis.OutOfMemoryError, redis.ReadOnlyError, redis.BusyLoadingError)
-"""Answers of a server that is full, failing over or starting."""
+_FOR_A_WHILE = (
+    redis.ConnectionError, redis.TimeoutError,
+    redis.OutOfMemoryError, redis.ReadOnlyError, redis.BusyLoadingError,
+)  # fmt: skip
+"""Of a server that is away, full, failing over or starting."""
+_WRITES_NOTHING = ("MISCONF", "NOREPLICAS", "MASTERDOWN")
+"""Answers of a server whose disk is full, or that lacks its replicas."""
 TEST_CLOCK_KEY = "vla:test:clock"
 
 
@@ -92,24 +98,23 @@ class LedgerFunctions:
                     raise
                 self.load()
                 return self._redis.fcall(f"vla_{name}", 0, *args)
-        except _FOR_A_WHILE as error:
-            raise _unavailable(error) from error
-        except redis.ResponseError as error:
+        except redis.RedisError as error:
             code, _, text = str(error).partition(" ")
-            kind = _ERRORS.get(code, LedgerError)
-            raise kind(text or str(error), operation=name) from error
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            raise _unavailable(error) from error
+            if code in _ERRORS:
+                raise _ERRORS[code](text, operation=name) from error
+            raise _told(error) from error
 
 
 @contextlib.contextmanager
 def answered() -> Iterator[None]:
-    """Reads, like writes, tell a Redis that is down by the platform's own error."""
+    """Plain commands, like functions, tell what the Redis says by the platform's own errors."""
     try:
         yield
-    except (redis.ConnectionError, redis.TimeoutError, *_FOR_A_WHILE) as error:
-        raise _unavailable(error) from error
+    except redis.RedisError as error:
+        raise _told(error) from error
 
 
-def _unavailable(error: Exception) -> UnavailableError:
-    return UnavailableError(f"the control Redis does not answer: {error}")
+def _told(error: redis.RedisError) -> CodedError:
+    if isinstance(error, _FOR_A_WHILE) or str(error).startswith(_WRITES_NOTHING):
+        return UnavailableError(f"the control Redis does not answer: {error}")
+    return LedgerError(str(error))

@@ -16,10 +16,11 @@ from vla_platform.gpu_workers.backbone import Backbone
 from vla_platform.gpu_workers.device import DeviceTurns
 from vla_platform.gpu_workers.ranks.base import Alone
 from vla_platform.gpu_workers.ranks.leader import Team
-from vla_platform.gpu_workers.runner import TrainingRunner, end_process
+from vla_platform.gpu_workers.runner import TrainingRunner
 from vla_platform.gpu_workers.serving import InferenceServer
 from vla_platform.gpu_workers.training import training_service, use_one_thread
 from vla_platform.gpu_workers.utilisation import UtilisationReport
+from vla_platform.gpu_workers.vital import end_process
 
 _log = logging.getLogger(__name__)
 _runners: dict[str, TrainingRunner] = {}

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from vla_platform import tracing, work
 from vla_platform.control.plan import Domain
@@ -30,17 +29,12 @@ from vla_platform.gpu_workers.rollout_stages import STAGES, RolloutStages
 from vla_platform.gpu_workers.rollout_training import RolloutTraining, misfit
 from vla_platform.gpu_workers.training import TrainingModelService
 from vla_platform.gpu_workers.training_items import MISFITS, PolicyResult, TrainItem, TrainResult
+from vla_platform.gpu_workers.vital import end_process, vital_thread
 from vla_platform.metrics.events import Event
 from vla_platform.specs import AlgorithmSpec, RLSpec, SFTSpec
 from vla_storage.errors import CodedError, PayloadError
 
 _log = logging.getLogger(__name__)
-
-
-def end_process(why: str, reason: object) -> NoReturn:
-    """Leases run out, and whoever started this process starts it anew."""
-    _log.critical("action=%s reason=%s", why, reason)
-    os._exit(os.EX_SOFTWARE)
 
 
 class TrainingRunner:
@@ -68,9 +62,9 @@ class TrainingRunner:
         self._stopping = threading.Event()  # take no further group
         self._closed = threading.Event()
         self._training = threading.Lock()  # held while a slice trains
-        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heart = vital_thread(self._beat, name="heartbeat")
         self._heart.start()
-        self._tidier = threading.Thread(target=self._tidy_when_idle, name="tidier", daemon=True)
+        self._tidier = vital_thread(self._tidy_when_idle, name="tidier")
         self._tidier.start()
 
     @property

@@ -19,6 +19,7 @@ from vla_platform.gpu_workers.group_batching import GroupBatching
 from vla_platform.gpu_workers.inference import InferenceModelService
 from vla_platform.gpu_workers.inference_metrics import InferenceMetrics
 from vla_platform.gpu_workers.published_modules import published_versions
+from vla_platform.gpu_workers.vital import vital_thread
 from vla_platform.inference.channel.redis_streams import RedisStreamsChannel, open_client
 from vla_storage.errors import CodedError
 
@@ -66,7 +67,7 @@ class InferenceServer:
             watchdog_s=settings.inference_watchdog_s,
         )
         self._stopping = threading.Event()
-        self._notices = threading.Thread(target=self._follow, name="infer-notices", daemon=True)
+        self._notices = vital_thread(self._follow, name="infer-notices")
 
     def start(self) -> None:
         self.consumer.start()

@@ -23,6 +23,7 @@ from vla_platform.errors import (
     LeaseLostError,
     NotFoundError,
     QuotaError,
+    UnavailableError,
 )
 
 BASE = "tiny"
@@ -485,3 +486,20 @@ def until_lost(keeper: Keeper) -> None:
         pass
     with pytest.raises(LeaseLostError):
         keeper.check()
+
+
+def test_a_redis_that_takes_no_writes_is_unavailable_to_all(ledger: Ledger):
+    """It lacks its replicas, or its disk is full: it comes back, and nothing is anybody's fault."""
+    start(ledger, "r")
+    ledger.client.config_set("min-replicas-to-write", 1)
+    try:
+        for write in (
+            lambda: ledger.register_base_model("tiny", {}),
+            lambda: ledger.reserve("r", lease_s=1),
+            lambda: ledger.heartbeat("w1", lease_s=1),
+        ):
+            with pytest.raises(UnavailableError):
+                write()
+    finally:
+        ledger.client.config_set("min-replicas-to-write", 0)
+    assert isinstance(ledger.reserve("r", lease_s=1), TrainingJob)
