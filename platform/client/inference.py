@@ -27,6 +27,8 @@ from vla_platform.envs.base import Observation
 from vla_platform.errors import (
     DeadlineError,
     HistoryLostError,
+    ModuleLoadError,
+    NotFoundError,
     PixelsLostError,
     PixelsUnreachableError,
     UnavailableError,
@@ -277,6 +279,9 @@ class InferenceProxy(Closing):
         frames: dict[tuple[Any, ...], list[_Call]] = defaultdict(list)
         for call in calls:
             self._place(call)
+            if call.request.request_id not in self._calls:  # given up meanwhile
+                self._free(call)
+                continue
             arena = None if call.slot is None else call.slot[0].name
             alone = call.request.request_id if call.tries else ""
             frames[call.tenant, call.base_model, arena, alone].append(call)
@@ -336,9 +341,10 @@ class InferenceProxy(Closing):
             call.slot = self._arenas.put(call.parts)
 
     def _free(self, call: _Call) -> None:
-        if call.slot is not None:
-            call.slot[0].give_back(call.slot[1])
-            call.slot = None
+        with self._lock:
+            slot, call.slot = call.slot, None
+        if slot is not None:
+            slot[0].give_back(slot[1])
 
     # --- receiving ---
 
@@ -347,17 +353,17 @@ class InferenceProxy(Closing):
         while not self._closed:
             try:
                 frames = self._sender.receive(timeout_s=POLL_S)
-            except CodedError as error:
+                answers = [answer for frame in frames for answer in unpack_answers(frame)]
+            except CodedError as error:  # no broker, or a worker of another release
                 was_down = True
                 for call in list(self._calls.values()):
                     call.problem = error
                 time.sleep(POLL_S)
-                frames = []
+                answers = []
             else:
                 if was_down:
                     was_down = False
                     self._resend(older_than_s=RETRY_S)
-            answers = [answer for frame in frames for answer in unpack_answers(frame)]
             if answers:
                 self._take(answers)
             self._expire()
@@ -373,6 +379,9 @@ class InferenceProxy(Closing):
                 outcomes.append((call, answer.prediction))
                 continue
             error = to_error(answer.error or {})
+            if isinstance(error, NotFoundError | ModuleLoadError):
+                # The policy may be served by another base model since.
+                self._base_models.pop((call.tenant, call.request.policy), None)
             if isinstance(error, PixelsLostError):
                 self._free(call)  # an earlier try's slot went to another call: this one goes again
                 self._waiting.put(call)

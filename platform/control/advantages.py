@@ -93,12 +93,9 @@ def judge_rollout(
         )
         advantages, returns = found.advantages, found.returns
     elif isinstance(algorithm, AWRSpec):
-        returns = discounted_returns(rows, gamma=algorithm.gamma)
-        expected = (
-            columns["actor_value"]
-            if algorithm.baseline == "value"
-            else returns[rows.is_transition].mean()
-        )
+        ahead = columns["actor_value"] if algorithm.baseline == "value" else None
+        returns = discounted_returns(rows, gamma=algorithm.gamma, values=ahead)
+        expected = returns[rows.is_transition].mean() if ahead is None else ahead
         advantages = np.where(rows.valid, (returns - expected)[:, None], 0.0)
     else:
         kept, of_episode, drop = _by_group(spec, algorithm, episodes)

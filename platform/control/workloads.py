@@ -203,8 +203,10 @@ def reserve_batch(services: Services, tenant: str, run: str, token: str) -> dict
         "position": job.position,
         "policy_version": job.behavior_policy_version,
     }
-    services.ledger.client.set(key, json.dumps(found), ex=int(BATCH_LEASE_S))
-    return found
+    if services.ledger.client.set(key, json.dumps(found), ex=int(BATCH_LEASE_S), nx=True):
+        return found
+    services.ledger.release(job)  # the same request, twice at once: the other one has reserved
+    return reserve_batch(services, tenant, run, token)
 
 
 def batch_state(services: Services, tenant: str, run: str, job_id: str) -> dict[str, str]:

@@ -51,6 +51,7 @@ class RemoteSessions:
         # Whoever calls a session that has just ended is told so.
         self._read_until: dict[str, float] = {}
         self._waiting: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read, name="remote-sessions", daemon=True)
         self._thread.start()
@@ -126,11 +127,13 @@ class RemoteSessions:
         except CodedError as error:
             self._reply(tenant, session, number, None, error)
             return
-        self._waiting[tenant] += 1
+        with self._counting:
+            self._waiting[tenant] += 1
         work.add_done_callback(functools.partial(self._done, tenant, session, number))
 
     def _done(self, tenant: str, session: str, number: int, work: Future[Any]) -> None:
-        self._waiting[tenant] -= 1
+        with self._counting:
+            self._waiting[tenant] -= 1
         error = work.exception()
         self._reply(tenant, session, number, None if error else work.result(), error)
 

@@ -8,6 +8,7 @@ the host's memory (`host_bytes`), least recently used first.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from vla_platform.gpu_workers.module_source import ModuleSource, Wanted
 from vla_platform.gpu_workers.weights import ModuleMeta, Weights, module_of
 from vla_platform.specs import canonical_json
 
+_log = logging.getLogger(__name__)
 CURRENT_TTL_S = 0.5
 """How long a policy's current version is taken for granted before it is looked up again."""
 
@@ -162,6 +164,8 @@ class ModuleVersions:
                 if wanted != current.wanted:
                     self._load(policy_key, wanted)
                 current.wanted = wanted
+            except Exception:
+                _log.warning("action=version_not_served policy=%s", policy_key, exc_info=True)
             finally:
                 current.looked_up = self._clock()
                 current.refreshing = False

@@ -52,9 +52,12 @@ local function hash(key)
   return out
 end
 
-local function remember_policy(policy_key, base_model)
+-- Where a policy is served: by the base model of its published version; of one that has published
+-- nothing yet, by that of its first run.
+local function remember_policy(policy_key, base_model, is_published)
   local tenant, name = string.match(policy_key, '^([^/]+)/(.*)$')
-  redis.call('HSET', 'vla:t:' .. tenant .. ':policies', name, base_model)
+  local set = is_published and 'HSET' or 'HSETNX'
+  redis.call(set, 'vla:t:' .. tenant .. ':policies', name, base_model)
 end
 
 -- Some fields of a hash: what most operations need of a job costs half of all of them.

@@ -14,7 +14,7 @@ local function submit(_, args)
   set_workload(id, fields.tenant, 'id', id, 'created', at, 'position', 0, 'step', 0,
     'next_position', 0, 'incarnation', 0, 'durable_position', 0, 'durable_step', 0, 'prepared', 0)
   redis.call('ZADD', 'vla:t:' .. fields.tenant .. ':workloads', at, id)
-  remember_policy(fields.policy_key, fields.base_model)
+  remember_policy(fields.policy_key, fields.base_model, false)
   record(id, fields, 'pending', '')
   return 1
 end
@@ -39,7 +39,8 @@ local function restore(_, args)
   local published = tonumber(redis.call('HGET', policy, 'current_version') or 0)
   published = math.max(published, tonumber(fields.published_version))
   if published > 0 then redis.call('HSET', policy, 'current_version', published) end
-  remember_policy(fields.policy_key, fields.base_model)
+  remember_policy(fields.policy_key, fields.base_model,
+    published > 0 and published == tonumber(fields.published_version))
   record(id, fields, state, fields.reason or '')
   if args[3] == '1' then redis.call('LREM', 'vla:ended', 1, id) end
   return 1
@@ -118,7 +119,7 @@ local function publish_version(_, args)
   local current = tonumber(redis.call('HGET', policy, 'current_version') or -1)
   if version <= current then return current end
   redis.call('HSET', policy, 'current_version', version)
-  remember_policy(args[1], args[3])
+  remember_policy(args[1], args[3], true)
   redis.call('XADD', 'vla:published', 'MAXLEN', '~', 1000, '*', 'policy', args[1], 'version', version)
   return version
 end

@@ -503,3 +503,14 @@ def test_a_redis_that_takes_no_writes_is_unavailable_to_all(ledger: Ledger):
     finally:
         ledger.client.config_set("min-replicas-to-write", 0)
     assert isinstance(ledger.reserve("r", lease_s=1), TrainingJob)
+
+
+def test_a_policy_is_served_by_the_base_model_of_what_is_published(ledger: Ledger):
+    """A run on another base model moves its requests only once it has published something."""
+    ledger.register_base_model("other", {})
+    start(ledger, "first", policy="p")
+    ledger.publish_version("a/p", 1, base_model=BASE)
+    ledger.submit("second", fields(policy="p", base_model="other"), max_pending=9)
+    assert ledger.base_model_of("a", "p") == BASE
+    ledger.publish_version("a/p", 2, base_model="other")
+    assert ledger.base_model_of("a", "p") == "other"

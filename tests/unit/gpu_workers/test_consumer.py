@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -230,6 +231,31 @@ def test_unknown_policies_and_bad_observations_are_typed_errors_at_once(bench: B
     grey = Observation({"top": np.zeros((4, 4), np.uint8)}, np.zeros(1, np.float32), "x")
     with pytest.raises(DataError, match="uint8"):
         bench.proxy.predict(grey, tenant="a", policy="reach")
+
+
+def test_a_policy_that_moved_to_another_base_model_is_looked_up_anew():
+    broker, engine, moved = MemoryBroker(), SumEngine(), False
+    with (
+        InferenceProxy(
+            lambda client: MemorySender(broker, client), lambda *_: "new" if moved else "base"
+        ) as proxy,
+        contextlib.ExitStack() as stack,
+    ):
+        for base in ("base", "new"):
+            channel, policies = (
+                MemoryChannel(broker, base),
+                GroupBatching(max_samples=4, max_wait_s=0),
+            )
+            consumer = InferenceConsumer(channel, engine, policies)
+            consumer.start()
+            stack.callback(consumer.stop)
+        asked = {"tenant": "acme", "policy": "unknown"}
+        with pytest.raises(NotFoundError):
+            proxy.predict(observation(1.0), **asked)
+        moved = True
+        with pytest.raises(NotFoundError):
+            proxy.predict(observation(1.0), **asked)
+        assert proxy._base_model("acme", "unknown") == "new"
 
 
 def test_a_module_that_loads_holds_up_nobody_else(bench: Bench):
