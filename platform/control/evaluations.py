@@ -27,7 +27,7 @@ from vla_platform.envs.evaluation_records import EvaluationArchive, EvaluationRe
 from vla_platform.errors import UnavailableError
 from vla_platform.specs import WorkloadSpec
 from vla_platform.specs.evaluation import EpisodesSpec
-from vla_storage.checkpoints import CheckpointRef, CheckpointStore
+from vla_storage.checkpoints import CheckpointStore
 from vla_storage.errors import CheckpointError
 from vla_storage.manifests import Manifest
 from vla_storage.retention import set_mark
@@ -250,19 +250,17 @@ def checkpoint_of(store: CheckpointStore, policy: str, version: int) -> str:
 
     Versions never fall within a run, so few of its manifests are read.
     """
-
-    def version_of(ref: CheckpointRef) -> int:
-        return store.manifest(ref.id).policy_version
-
+    found: list[Manifest] = []
     for _, of_run in groupby(store.list(policy), key=lambda ref: ref.workload_id):
         refs = list(of_run)
         try:
-            at = bisect_right(refs, version, key=version_of) - 1
-            if at >= 0 and version_of(refs[at]) == version:
-                return refs[at].id
+            at = bisect_right(refs, version, key=lambda ref: store.manifest(ref.id).policy_version)
+            if at and (manifest := store.manifest(refs[at - 1].id)).policy_version == version:
+                found.append(manifest)
         except CheckpointError:
             continue  # removed meanwhile, or damaged
-    return ""
+    newest = max(found, key=lambda one: (one.created, one.step), default=None)
+    return newest.checkpoint_id if newest is not None else ""
 
 
 def now(client: Any) -> float:

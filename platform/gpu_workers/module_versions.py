@@ -1,9 +1,9 @@
 """Versions of action modules in memory: pulled on first use, counted, evicted when idle.
 
 Several versions of one policy live at once: training's newest, an evaluation's pinned one. A
-version in use is never evicted, and loading happens on threads of its own, so that no tenant's
-load or swap pauses another's requests. Idle versions leave the device first (`device_bytes`), then
-the host's memory (`host_bytes`), least recently used first.
+version in use is never evicted, and loading happens on threads of its own, tenants in turn, so that
+no tenant's load or swap pauses another's requests. Idle versions leave the device first
+(`device_bytes`), then the host's memory (`host_bytes`), least recently used first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from vla_platform.errors import ModuleLoadError
 from vla_platform.gpu_workers.action_modules.base import ActionModule
 from vla_platform.gpu_workers.module_source import ModuleSource, Wanted
+from vla_platform.gpu_workers.tenant_pool import TenantPool
 from vla_platform.gpu_workers.weights import ModuleMeta, Weights, module_of
 from vla_platform.specs import canonical_json
 
@@ -97,7 +98,7 @@ class ModuleVersions:
         self._clock = clock
         self._state = _State()
         self._lock = threading.RLock()
-        self._loaders = ThreadPoolExecutor(2, thread_name_prefix="module-load")
+        self._loaders = TenantPool(2, name="module-load")
         self.counts = VersionCounts()
 
     def acquire(self, policy_key: str, wanted: Wanted) -> MountedModule | Loading:
@@ -140,7 +141,7 @@ class ModuleVersions:
         return self._state.mounted
 
     def close(self) -> None:
-        self._loaders.shutdown(wait=False, cancel_futures=True)
+        self._loaders.shutdown()
 
     def _key(self, policy_key: str, wanted: Wanted) -> tuple[str, int | str] | None:
         if wanted is not None:
@@ -170,13 +171,15 @@ class ModuleVersions:
                 current.looked_up = self._clock()
                 current.refreshing = False
 
-        self._loaders.submit(run)
+        self._loaders.submit(_tenant(policy_key), run)
 
     def _pull(self, policy_key: str, wanted: Wanted) -> Loading:
         key = (policy_key, wanted)
         found = self._state.loading.get(key)
         if found is None:
-            found = self._state.loading[key] = self._loaders.submit(self._pull_now, *key)
+            found = self._state.loading[key] = self._loaders.submit(
+                _tenant(policy_key), lambda: self._pull_now(policy_key, wanted)
+            )
             found.add_done_callback(lambda _: self._loaded(key))
         return found
 
@@ -251,6 +254,10 @@ class ModuleVersions:
                 del state.mounted[key]
                 in_memory -= one.size_bytes
                 self.counts.dropped += 1
+
+
+def _tenant(policy_key: str) -> str:
+    return policy_key.partition("/")[0]
 
 
 def _kind(meta: ModuleMeta) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from vla_platform.control.evaluations import checkpoint_of
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.prepared import load_prepared
 from vla_platform.control.services import Services
@@ -34,7 +34,7 @@ class PublishedModuleSource(ModuleSource):
         published = self._ledger.current_version(policy_key)
         if published is not None:
             return published
-        newest = self._newest(policy_key, lambda _: True)
+        newest = self._newest(policy_key)
         if newest is None:
             raise NotFoundError(
                 f"{policy_key} has nothing to serve: no such policy, or no checkpoint of it yet",
@@ -45,14 +45,18 @@ class PublishedModuleSource(ModuleSource):
     def load(self, policy_key: str, wanted: int | str) -> Weights:
         if isinstance(wanted, str):
             return self._from_checkpoint(policy_key, wanted)
-        newest = self._newest(policy_key, lambda found: found.policy_version == wanted)
-        if newest is None:
+        tenant, _, policy = policy_key.partition("/")
+        try:
+            checkpoint = checkpoint_of(self.services.checkpoints(tenant), policy, wanted)
+        except InvalidKeyError:
+            checkpoint = ""
+        if not checkpoint:
             raise NotFoundError(
-                f"{policy_key} has no version {wanted}", policy_key=policy_key, version=wanted
+                f"{policy_key[:160]} has no version {wanted}", policy_key=policy_key, version=wanted
             )
-        return self._from_checkpoint(policy_key, newest.checkpoint_id)
+        return self._from_checkpoint(policy_key, checkpoint)
 
-    def _newest(self, policy_key: str, fits: Callable[[Manifest], bool]) -> Manifest | None:
+    def _newest(self, policy_key: str) -> Manifest | None:
         tenant, _, policy = policy_key.partition("/")
         try:
             store = self.services.checkpoints(tenant)
@@ -65,8 +69,7 @@ class PublishedModuleSource(ModuleSource):
                 manifest = store.manifest(ref.id)
             except CheckpointError:
                 continue  # deleted meanwhile, or damaged: not a candidate
-            newer = found is None or (manifest.created, manifest.step) > (found.created, found.step)
-            if newer and fits(manifest):
+            if found is None or (manifest.created, manifest.step) > (found.created, found.step):
                 found = manifest
         return found
 
