@@ -39,6 +39,10 @@ CodedError (vla_storage.errors)
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from typing import Any
+
 from vla_storage.errors import CodedError, Fault
 
 __all__ = [
@@ -77,6 +81,7 @@ __all__ = [
     "UnsupportedError",
     "WorkloadCancelledError",
     "WorkloadFailedError",
+    "to_error",
 ]
 
 
@@ -265,3 +270,23 @@ class IllegalTransitionError(LedgerError):
 
 class LeaseLostError(LedgerError):
     code = "lease_lost"
+
+
+def to_error(wire: Mapping[str, Any]) -> CodedError:
+    """The typed error again; an unknown code becomes a `PlatformError` that carries it."""
+    message, details = str(wire.get("message")), dict(wire.get("details") or {})
+    kind = _kinds().get(str(wire.get("code")))
+    if kind is None:
+        return PlatformError(message, wire_code=wire.get("code"), **details)
+    return kind(message, **details)
+
+
+@functools.cache
+def _kinds() -> dict[str, type[CodedError]]:
+    found: dict[str, type[CodedError]] = {}
+    pending: list[type[CodedError]] = [CodedError]
+    while pending:
+        kind = pending.pop()
+        found.setdefault(kind.code, kind)
+        pending.extend(kind.__subclasses__())
+    return found

@@ -14,8 +14,7 @@ from vla_platform.cli.output import Format, Var, console, emit, table_of
 from vla_platform.envs.harnesses import HARNESSES, check_request, split_id
 from vla_platform.envs.installs import RECIPES, install, installed, interpreter_for
 from vla_platform.envs.sessions import EnvironmentRequest
-from vla_platform.envs.wire import error_of
-from vla_platform.errors import PlatformError, SimulatorError, SpecError
+from vla_platform.errors import PlatformError, SimulatorError, SpecError, to_error
 
 app = typer.Typer(no_args_is_help=True, help="Simulators: install, check, list.")
 
@@ -128,7 +127,7 @@ def _run(module: str, arguments: Sequence[str], python: Path) -> str:
         return done.stdout
     last = (done.stderr.strip().splitlines() or [""])[-1]
     try:
-        raise error_of(json.loads(last))
+        raise to_error(json.loads(last))
     except json.JSONDecodeError:
         if done.returncode < 0:
             raise SimulatorError(

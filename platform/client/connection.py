@@ -16,8 +16,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from vla_platform.broker import MAX_ARGUMENT_BYTES, ingress_queue, queue
-from vla_platform.client.wire_errors import to_error
-from vla_platform.errors import AccessError, SpecError, UnavailableError
+from vla_platform.errors import AccessError, SpecError, UnavailableError, to_error
 from vla_storage.objects import S3ObjectStore
 from vla_storage.payloads import PayloadStore, RedisPayloadStore
 

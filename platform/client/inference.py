@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from vla_platform.client.observations import Bytes, SessionFrames, bytes_of
-from vla_platform.client.wire_errors import to_error
 from vla_platform.envs.base import Observation
 from vla_platform.errors import (
     DeadlineError,
@@ -32,6 +31,7 @@ from vla_platform.errors import (
     PixelsLostError,
     PixelsUnreachableError,
     UnavailableError,
+    to_error,
 )
 from vla_platform.inference.arena import Arena, Arenas
 from vla_platform.inference.channel.base import RequestSender

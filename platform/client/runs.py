@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from vla_platform.client.connection import Connection, answers
-from vla_platform.client.wire_errors import to_error
 from vla_platform.control.states import PASSING_WAITS, WorkloadState, is_terminal
 from vla_platform.errors import (
     NotFoundError,
@@ -23,6 +22,7 @@ from vla_platform.errors import (
     UnavailableError,
     WorkloadCancelledError,
     WorkloadFailedError,
+    to_error,
 )
 from vla_storage.payloads.columns import ColumnData
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from vla_platform.envs.base import EnvironmentInfo, Observation
 from vla_platform.envs.sessions import EnvironmentRequest, Outcome
-from vla_platform.errors import DataError, PlatformError
+from vla_platform.errors import DataError, to_error
 from vla_storage.errors import CodedError
 
 WIRE_VERSION = 1
@@ -45,17 +45,6 @@ def decode(raw: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise DataError("a message is a map")
     return message
-
-
-def error_of(wire: dict[str, Any]) -> CodedError:
-    """The typed error again, from `CodedError.to_dict`."""
-    pending: list[type[CodedError]] = [CodedError]
-    while pending:
-        kind = pending.pop()
-        if kind.code == wire.get("code"):
-            return kind(str(wire.get("message")), **wire.get("details", {}))
-        pending.extend(kind.__subclasses__())
-    return PlatformError(str(wire.get("message")), wire_code=wire.get("code"))
 
 
 def _pack(value: Any) -> Any:
@@ -97,7 +86,7 @@ def _unpack(found: dict[str, Any]) -> Any:
     if kind == "request":
         return EnvironmentRequest(**found)
     if kind == "error":
-        return error_of(found)
+        return to_error(found)
     raise ValueError(f"unknown type {str(kind)[:40]!r}")
 
 

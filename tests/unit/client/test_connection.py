@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vla_platform.client import Platform
-from vla_platform.client.wire_errors import to_error
-from vla_platform.errors import DatasetError, PlatformError, QuotaError, SpecError
+from vla_platform.errors import DatasetError, PlatformError, QuotaError, SpecError, to_error
 
 
 @pytest.mark.parametrize(
