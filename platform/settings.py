@@ -76,7 +76,9 @@ class Settings(BaseModel):
     max_pending_per_tenant: int = Field(1000, ge=1)
     failpoint: str = Field("", description="for tests of failures; see failpoints.py")
     harness: str = Field("", description="which one this process, an environment host, serves")
-    env_isolation: Literal["thread", "shared", "process"] = "thread"
+    env_isolation: Literal["thread", "shared", "process"] = Field(
+        "thread", description="of every session at least; a run's spec may ask for more"
+    )
     env_processes: int = Field(2, ge=1, description="child processes for `shared` isolation")
     env_memory_bytes: int = Field(6 << 30, ge=1 << 28, description="of a host, or of a child")
     max_sessions: int = Field(64, ge=1, description="sessions of one host")

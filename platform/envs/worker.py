@@ -73,6 +73,7 @@ def limits_of(settings: Settings) -> HostLimits:
         lease_s=settings.session_lease_s,
         memory_bytes=settings.env_memory_bytes,
         processes=settings.env_processes,
+        isolation=Isolation(settings.env_isolation),
     )
 
 
@@ -93,9 +94,7 @@ class HostStep(bootsteps.StartStopStep):  # type: ignore[misc]
         client = redis.Redis.from_url(
             settings.payload_url, socket_timeout=30.0, socket_connect_timeout=5.0
         )
-        self._remote = RemoteSessions(
-            client, host(), settings.role, isolation=Isolation(settings.env_isolation)
-        )
+        self._remote = RemoteSessions(client, host(), settings.role)
         self._thread = threading.Thread(
             target=self._announce, args=(parent, settings, self._stop), name="announce", daemon=True
         )
