@@ -77,6 +77,12 @@ def limits_of(settings: Settings) -> HostLimits:
     )
 
 
+def host_id_of(nodename: str) -> str:
+    """Of a Celery worker, such as `env-tabletop-1@machine`: two workers never share a node name,
+    while all replicas of a deployment have the same role."""
+    return nodename.replace("@", ".")
+
+
 class HostStep(bootsteps.StartStopStep):  # type: ignore[misc]
     """Announces the host, serves remote sessions, and asks to be replaced when worn out."""
 
@@ -94,7 +100,7 @@ class HostStep(bootsteps.StartStopStep):  # type: ignore[misc]
         client = redis.Redis.from_url(
             settings.payload_url, socket_timeout=30.0, socket_connect_timeout=5.0
         )
-        self._remote = RemoteSessions(client, host(), settings.role)
+        self._remote = RemoteSessions(client, host(), host_id_of(parent.hostname))
         self._thread = threading.Thread(
             target=self._announce, args=(parent, settings, self._stop), name="announce", daemon=True
         )
@@ -115,7 +121,7 @@ class HostStep(bootsteps.StartStopStep):  # type: ignore[misc]
         while not stop.is_set():
             worn_out = host().worn_out
             state = HostState(
-                host_id=settings.role,
+                host_id=host_id_of(parent.hostname),
                 harness=settings.harness,
                 capacity=settings.max_sessions,
                 in_flight=host().num_sessions,

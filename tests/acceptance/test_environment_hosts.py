@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator
 from urllib.parse import parse_qs, urlsplit
@@ -72,8 +73,8 @@ def test_a_rollout_on_the_assigned_host(
 ) -> None:
     admin = stack.admin
     host_id = HostTable(admin.ledger.client).assign("tabletop", instances=3)
-    assert host_id == HOST
-    send(app, config("p1", num_videos=1), horizon=12, host_id=host_id)
+    assert host_id == f"{HOST}.{socket.gethostname()}"
+    send(app, config("p1", num_videos=1), horizon=12, host_id=HOST)
     wait_until(lambda: payloads.metadata("p1", "a"))
     rows = payloads.get("p1", "a")
     assert int(rows["is_transition"].sum()) == 36
