@@ -15,6 +15,7 @@ import yaml
 from celery.utils.nodenames import host_format
 
 from vla_platform.broker import environment_queues
+from vla_platform.envs.installs import RECIPES, TORCH
 from vla_platform.envs.worker import host_id_of
 from vla_platform.settings import Settings
 from vla_platform.stack.roles import ROLES
@@ -132,6 +133,34 @@ def test_the_chart_renders_to_valid_kubernetes(repository: Path, changes: dict[s
         served |= queues_of(container["args"])
         assert {variable["name"] for variable in container["env"]} <= known
     assert served == stack_queues() | set(environment_queues("tabletop", "env-tabletop"))
+
+
+@pytest.mark.parametrize("harness", sorted(RECIPES))
+def test_an_image_of_a_harness_has_all_that_its_environment_has(
+    repository: Path, tmp_path: Path, harness: str
+) -> None:
+    """What the Dockerfile runs, but for the installers that it starts, on a bare Python."""
+    text = (repository / "deploy/images/harness.Dockerfile").read_text()
+    (code,) = re.findall(r'python -c "(.*)"', text)
+    code = code.replace("${HARNESS}", harness).replace("/opt/vla", str(tmp_path / "opt"))
+    for package, folder in (("vla_platform", "platform"), ("vla_storage", "storage")):
+        (tmp_path / package).symlink_to(repository / folder)
+    only_say = (
+        f"import subprocess, sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "subprocess.run = lambda command, **_: ("
+        "print(*command), subprocess.CompletedProcess(command, 0, ''))[1]; "
+    )
+    done = subprocess.run(
+        (sys.executable, "-I", "-S", "-c", only_say + code),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    recipe = RECIPES[harness]
+    wanted = [recipe.system_script.name, *(lock.name for lock in recipe.locks)]
+    wanted += [TORCH] if recipe.torch else []
+    commands = [line.split("/")[-1].split()[-1] for line in done.stdout.splitlines() if "/" in line]
+    assert set(wanted) <= set(commands)
+    assert "PATH=/opt/vla/envs/${HARNESS}/bin:" in text
 
 
 @pytest.mark.services
