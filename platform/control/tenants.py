@@ -149,7 +149,7 @@ def _check_free(name: str, servers: TenantServers) -> None:
     replace."""
     for client in (servers.client, *servers.payload_clients):
         users = {_text(user) for user in client.execute_command("ACL", "USERS")}
-        if name in users and name not in _names(servers.objects):
+        if name in users and not _has_record(servers.objects, name):
             raise TenantError(
                 f"{name!r} is a user of the Redis server already, and no tenant; choose another",
                 tenant=name,
@@ -160,14 +160,23 @@ def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _names(objects: ObjectStore) -> set[str]:
-    return {tenant.tenant_id for tenant in list_tenants(objects)}
+def _has_record(objects: ObjectStore, name: str) -> bool:
+    try:
+        objects.head(record_key(name))
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
 def remove_tenant(servers: TenantServers, name: str) -> None:
-    """Revoke the tenant's access at once. Its objects and records stay for the auditors."""
-    if name not in _names(servers.objects):
-        raise TenantError(f"no tenant {name}", tenant=name)
+    """Revoke the tenant's access at once. Its objects stay for the auditors.
+
+    Where a server does not answer, the rest is done by calling it again. Raises `TenantError` for
+    an unknown name.
+    """
+    # First, so that what restores users after an outage leaves this one out from now on. The record
+    # goes last: with it, what is left to revoke would be forgotten.
+    _change_record(servers.objects, name, removed=True)
     servers.client.execute_command("ACL", "DELUSER", name)
     servers.client.srem(TENANTS_KEY, name)
     keep_acls(servers.client)
@@ -188,7 +197,10 @@ def _change_record(objects: ObjectStore, name: str, **changes: Any) -> Tenant:
             raw, etag = objects.get_with_etag(record_key(name))
         except ObjectNotFoundError:
             raise TenantError(f"no tenant {name}", tenant=name) from None
-        changed = replace(Tenant(**json.loads(raw)), **changes)
+        tenant = Tenant(**json.loads(raw))
+        if tenant.removed and "removed" not in changes:
+            raise TenantError(f"no tenant {name}", tenant=name)
+        changed = replace(tenant, **changes)
         try:
             objects.put(record_key(name), json.dumps(asdict(changed)).encode(), if_match=etag)
         except ObjectChangedError:
