@@ -112,6 +112,11 @@ class Settings(BaseModel):
             share_window_s=self.share_window_s,
         )
 
+    @property
+    def payload_urls(self) -> tuple[str, ...]:
+        """Each payload Redis; the first also carries streams and sessions."""
+        return urls_of(self.payload_url)
+
     def roots(self) -> tuple[Path, ...]:
         return tuple(Path(part).resolve() for part in self.dataset_roots.split(":") if part)
 
@@ -126,6 +131,11 @@ class Settings(BaseModel):
         """Base model name to hub id, local path or built-in name."""
         pairs = (part.partition("=") for part in self.base_models.split(",") if part)
         return {name: source or name for name, _, source in pairs}
+
+
+def urls_of(text: str) -> tuple[str, ...]:
+    """Of several servers, named by comma."""
+    return tuple(text.split(","))
 
 
 def external_hosts() -> frozenset[str]:

@@ -74,7 +74,7 @@ class TenantServers:
     redis_url: str
     s3_endpoint: str | None
     bucket: str
-    payload_url: str = ""
+    payload_urls: Sequence[str] = ()
     payload_clients: Sequence[Any] = ()
 
 
@@ -138,8 +138,8 @@ def _url(servers: TenantServers, name: str, password: str, keys: tuple[str, str]
     query = {"bucket": servers.bucket, "access_key": keys[0], "secret_key": keys[1]}
     if servers.s3_endpoint:
         query["endpoint"] = servers.s3_endpoint
-    if servers.payload_url:
-        query["payload"] = ",".join(_without_user(url) for url in servers.payload_url.split(","))
+    if servers.payload_urls:
+        query["payload"] = ",".join(_without_user(url) for url in servers.payload_urls)
     scheme = "vlas" if parts.scheme == "rediss" else "vla"
     return urlunsplit((scheme, host, parts.path or "/0", urlencode(query), ""))
 

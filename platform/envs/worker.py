@@ -37,10 +37,7 @@ PolicyFactory = Callable[[str], Policy]
 @functools.cache
 def proxy() -> InferenceProxy:
     """This process's way to the inference workers, shared by all its sessions and tenants."""
-    settings = load_settings()
-    return InferenceProxy.connect(
-        settings.payload_url.split(",")[0], services().ledger.base_model_of
-    )
+    return InferenceProxy.connect(load_settings().payload_urls[0], services().ledger.base_model_of)
 
 
 POLICIES: dict[str, PolicyFactory] = {
@@ -98,7 +95,7 @@ class HostStep(bootsteps.StartStopStep):  # type: ignore[misc]
         settings = load_settings()
         self._stop = threading.Event()
         client = redis.Redis.from_url(
-            settings.payload_url, socket_timeout=30.0, socket_connect_timeout=5.0
+            settings.payload_urls[0], socket_timeout=30.0, socket_connect_timeout=5.0
         )
         self._remote = RemoteSessions(client, host(), host_id_of(parent.hostname))
         self._thread = threading.Thread(

@@ -303,7 +303,7 @@ def test_rotation_and_revocation_within_a_second(
         servers = TenantServers(
             client=ledger.client, objects=objects, iam=admin, payload_clients=(payload,),
             redis_url=control_redis_url, s3_endpoint=s3.endpoint, bucket=s3.bucket,
-            payload_url=payload_redis_url,
+            payload_urls=(payload_redis_url,),
         )  # fmt: skip
         old = add_tenant(servers, "a")
         inside = [stack.enter_context(_redis(old, url)) for url in (None, payload_redis_url)]
