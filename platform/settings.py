@@ -38,7 +38,6 @@ class Settings(BaseModel):
     s3_access_key: str | None = None
     s3_secret_key: str | None = None
     s3_bucket: str = "vla"
-    s3_region: str = "us-east-1"
     signing_key_file: Path = Field(description="the platform's HMAC key for manifests")
     var: Path = Path("var")
     dataset_roots: str = Field("", description="folders, separated by ':', that specs may name")
