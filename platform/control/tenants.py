@@ -187,7 +187,8 @@ def remove_tenant(servers: TenantServers, name: str) -> None:
 
 
 def set_limits(objects: ObjectStore, name: str, **limits: float | int | None) -> Tenant:
-    """Change `monthly_worker_s` or `storage_quota_bytes` of a tenant; None: no limit."""
+    """Change `monthly_worker_s` or `storage_quota_bytes` of a tenant; None: no limit. Returns what
+    holds now."""
     return _change_record(objects, name, **limits)
 
 
@@ -201,6 +202,8 @@ def _change_record(objects: ObjectStore, name: str, **changes: Any) -> Tenant:
         if tenant.removed and "removed" not in changes:
             raise TenantError(f"no tenant {name}", tenant=name)
         changed = replace(tenant, **changes)
+        if changed == tenant:
+            return tenant  # what only shows writes nothing
         try:
             objects.put(record_key(name), json.dumps(asdict(changed)).encode(), if_match=etag)
         except ObjectChangedError:
