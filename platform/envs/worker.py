@@ -1,7 +1,7 @@
 """An environment host as a Celery worker: its bootstep, and what its tasks share.
 
 VLA_HARNESS=maniskill VLA_ROLE=env-maniskill-1 celery -A vla_platform.app:app worker
-    -Q rollout.maniskill,rollout.maniskill.env-maniskill-1,evaluation.maniskill --pool threads
+    -Q rollout.maniskill,evaluation.maniskill --pool threads
 """
 
 from __future__ import annotations

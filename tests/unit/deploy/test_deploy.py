@@ -64,7 +64,7 @@ def test_compose_starts_every_role_with_its_queues(repository: Path) -> None:
     services = compose(repository)["services"]
     assert {role.name for role in ROLES} <= set(services)
     served = {queue for one in services.values() for queue in queues_of(one.get("command", []))}
-    host = set(environment_queues("tabletop", "env-tabletop"))
+    host = set(environment_queues("tabletop"))
     assert served == stack_queues() | host
     known = {f"VLA_{name.upper()}" for name in Settings.model_fields}
     for service in services.values():
@@ -132,7 +132,7 @@ def test_the_chart_renders_to_valid_kubernetes(repository: Path, changes: dict[s
         (container,) = one["spec"]["template"]["spec"]["containers"]
         served |= queues_of(container["args"])
         assert {variable["name"] for variable in container["env"]} <= known
-    assert served == stack_queues() | set(environment_queues("tabletop", "env-tabletop"))
+    assert served == stack_queues() | set(environment_queues("tabletop"))
 
 
 @pytest.mark.parametrize("harness", sorted(RECIPES))
