@@ -33,7 +33,7 @@ class HostTable:
     def __init__(self, client: Any, *, ttl_s: float = 6.0) -> None:
         self._redis = client
         self._ttl_ms = round(1000 * ttl_s)
-        source = resources.files("vla_platform.control").joinpath("environment_hosts.lua")
+        source = resources.files("vla_platform.control").joinpath("lua/environment_hosts.lua")
         self._script = client.register_script(source.read_text(encoding="utf-8"))
 
     def announce(self, state: HostState) -> None:
