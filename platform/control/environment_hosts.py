@@ -46,13 +46,13 @@ class HostTable:
             ]
         )  # fmt: skip
 
-    def assign(self, harness: str, *, instances: int = 1, tenant: str = "", limit: int = 0) -> str:
-        """The host with the fewest instances in flight, now with `instances` more.
+    def assign(self, harness: str, *, tenant: str = "", limit: int = 0) -> str:
+        """The host with the fewest instances in flight, now with one more.
 
         With a `tenant`, at most `limit` instances are its own, over all hosts of the harness:
         `QuotaError`. Raises `UnavailableError` where none lives that has room.
         """
-        found, *more = self._script(args=["assign", harness, instances, tenant, limit])
+        found, *more = self._script(args=["assign", harness, tenant, limit])
         if _text(found) == "quota":
             raise QuotaError(
                 f"{tenant} has {more[0]} sessions of {harness}, of {limit} that it may have; "
@@ -62,8 +62,7 @@ class HostTable:
             )
         if _text(found) == "full":
             raise UnavailableError(
-                f"no host for {harness} has room for {instances} more; try again later",
-                harness=harness,
+                f"no host for {harness} has room for one more; try again later", harness=harness
             )
         return _text(more[0])
 
