@@ -1,7 +1,8 @@
 """Settings of the platform's processes, read once from the environment and then frozen.
 
-Every variable is `VLA_<FIELD>`. `vla up` sets them for the processes it starts; on a cluster the
-deployment does. Nothing else in the package reads `os.environ`.
+Every variable is `VLA_<FIELD>`. `vla up` sets them for the processes it starts, from its own; on a
+cluster the deployment does. Elsewhere `os.environ` is only handed on to child processes, or set for
+a library.
 """
 
 from __future__ import annotations

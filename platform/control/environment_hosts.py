@@ -91,9 +91,10 @@ class HostTable:
 
 
 def split_budget(budget: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """How many of `budget` hosts each harness gets, by largest remainder.
+    """How many of `budget` hosts each harness gets: one each, and every further one goes to whoever
+    has the fewest for its share.
 
-    Every harness with a share gets one where the budget allows it. Raises `ConfigurationError` for
+    Raises `ConfigurationError` for
     shares that are not positive, or a budget below the number of harnesses.
     """
     if any(share <= 0 for share in shares.values()):
