@@ -17,8 +17,7 @@ from vla_platform.stack.readiness import announce
 from vla_platform.telemetry import install as install_telemetry
 
 QUEUES = ("control", "sft", "graders", "advantages", "training", "audit")
-"""Beside these, `rollout.<harness>` and `evaluation.<harness>` of each harness, and a rollout queue
-of each environment host (`environment_queues`)."""
+"""Beside these, `rollout.<harness>` and `evaluation.<harness>` of each harness."""
 
 TASK_ROUTES = {
     "control.*": {"queue": "control"},
@@ -29,7 +28,7 @@ TASK_ROUTES = {
     "audit.*": {"queue": "audit"},
 }
 """Ingress tasks have no route: tenants publish them on their own queues (`ingress.<tenant>`).
-Rollouts and evaluations have none either: their senders name the queue of a harness or a host."""
+Rollouts and evaluations have none either: their senders name the queue of a harness."""
 
 TASK_MODULES = (
     "vla_platform.tasks.audit",
@@ -46,7 +45,7 @@ TASK_MODULES = (
 
 def create_app(settings: Settings) -> Celery:
     app = Celery("vla", include=list(TASK_MODULES))
-    own_queues = environment_queues(settings.harness, settings.role)
+    own_queues = environment_queues(settings.harness)
     app.conf.update(
         broker_url=settings.redis_url,
         broker_transport="vla_platform.broker:Transport",

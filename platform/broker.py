@@ -72,20 +72,20 @@ def ingress_queue(tenant: str) -> str:
     return f"{INGRESS_PREFIX}{tenant}"
 
 
-def rollout_queue(harness: str, host_id: str | None = None) -> str:
-    """Of a harness, served by whichever host is free, or of one host."""
-    return f"rollout.{harness}" if host_id is None else f"rollout.{harness}.{host_id}"
+def rollout_queue(harness: str) -> str:
+    """Served by whichever host of the harness is free."""
+    return f"rollout.{harness}"
 
 
 def evaluation_queue(harness: str) -> str:
     return f"evaluation.{harness}"
 
 
-def environment_queues(harness: str, host_id: str) -> tuple[str, ...]:
+def environment_queues(harness: str) -> tuple[str, ...]:
     """What an environment host consumes; nothing where `harness` is empty."""
     if not harness:
         return ()
-    return rollout_queue(harness), rollout_queue(harness, host_id), evaluation_queue(harness)
+    return rollout_queue(harness), evaluation_queue(harness)
 
 
 def tenant_of(queue_name: str) -> str:

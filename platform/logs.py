@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import Any
 
 FORMATS = ("text", "json")
-_SHORT = {"tenant_id": "tenant", "workload_id": "workload", "run": "workload", "job_id": "job"}
 _ACTION = re.compile(r"action=([a-z0-9_]+)(?:\s|$)")
 _PASSWORD = re.compile(r"(\w[\w+.-]*://[^\s/:@]*:)[^\s/@]+@")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -117,10 +116,10 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    """What was given as `extra`, under the names that are used here."""
+    """What was given as `extra`."""
     given = {k: v for k, v in vars(record).items() if k not in _STANDARD and k != "data"}
     return {
-        _SHORT.get(name, name): _without_secrets(value) if isinstance(value, str) else value
+        name: _without_secrets(value) if isinstance(value, str) else value
         for name, value in given.items()
         if value is not None
     }

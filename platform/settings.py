@@ -1,7 +1,8 @@
 """Settings of the platform's processes, read once from the environment and then frozen.
 
-Every variable is `VLA_<FIELD>`. `vla up` sets them for the processes it starts; on a cluster the
-deployment does. Nothing else in the package reads `os.environ`.
+Every variable is `VLA_<FIELD>`. `vla up` sets them for the processes it starts, from its own; on a
+cluster the deployment does. Elsewhere `os.environ` is only handed on to child processes, or set for
+a library.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ class Settings(BaseModel):
     s3_access_key: str | None = None
     s3_secret_key: str | None = None
     s3_bucket: str = "vla"
-    s3_region: str = "us-east-1"
     signing_key_file: Path = Field(description="the platform's HMAC key for manifests")
     var: Path = Path("var")
     dataset_roots: str = Field("", description="folders, separated by ':', that specs may name")
@@ -76,7 +76,9 @@ class Settings(BaseModel):
     max_pending_per_tenant: int = Field(1000, ge=1)
     failpoint: str = Field("", description="for tests of failures; see failpoints.py")
     harness: str = Field("", description="which one this process, an environment host, serves")
-    env_isolation: Literal["thread", "shared", "process"] = "thread"
+    env_isolation: Literal["thread", "shared", "process"] = Field(
+        "thread", description="of every session at least; a run's spec may ask for more"
+    )
     env_processes: int = Field(2, ge=1, description="child processes for `shared` isolation")
     env_memory_bytes: int = Field(6 << 30, ge=1 << 28, description="of a host, or of a child")
     max_sessions: int = Field(64, ge=1, description="sessions of one host")
@@ -110,6 +112,11 @@ class Settings(BaseModel):
             share_window_s=self.share_window_s,
         )
 
+    @property
+    def payload_urls(self) -> tuple[str, ...]:
+        """Each payload Redis; the first also carries streams and sessions."""
+        return urls_of(self.payload_url)
+
     def roots(self) -> tuple[Path, ...]:
         return tuple(Path(part).resolve() for part in self.dataset_roots.split(":") if part)
 
@@ -124,6 +131,11 @@ class Settings(BaseModel):
         """Base model name to hub id, local path or built-in name."""
         pairs = (part.partition("=") for part in self.base_models.split(",") if part)
         return {name: source or name for name, _, source in pairs}
+
+
+def urls_of(text: str) -> tuple[str, ...]:
+    """Of several servers, named by comma."""
+    return tuple(text.split(","))
 
 
 def external_hosts() -> frozenset[str]:

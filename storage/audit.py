@@ -38,7 +38,7 @@ from vla_storage.marks import Marks, read_marks
 from vla_storage.objects.base import ObjectStore
 from vla_storage.seals import Facts
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 MOST_FINDINGS = 10_000
 _SEALS_PER_PART = 5000
@@ -329,7 +329,7 @@ class _Walk:
                 marks = read_marks(self._objects, self._tenant, ref.policy)
             except CheckpointError as error:
                 marks = Marks()
-                logger.warning("%s", error, extra={"action": "marks_damaged"})
+                _log.warning("action=marks_damaged reason=%s", error)
             self._marks = (ref.policy, marks)
         marks = self._marks[1]
         expires = marks.mark(ref).expires

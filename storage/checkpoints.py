@@ -57,7 +57,7 @@ __all__ = [
     "LoadedCheckpoint",
 ]
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
@@ -145,7 +145,7 @@ class CheckpointStore:
             name = seal_name(seal, Facts.of(manifest), self.signing_key)
             self.objects.put(prefix + name, b"")
         except StorageError as error:
-            logger.warning("%s", error, extra={"action": "checkpoint_not_sealed"})
+            _log.warning("action=checkpoint_not_sealed reason=%s", error)
 
     def save(self, checkpoint: Checkpoint) -> Manifest:
         """Serialise and publish in the calling thread; see `CheckpointWriter` for training."""
@@ -235,16 +235,10 @@ class CheckpointStore:
             try:
                 yield read(ref.id)
             except CheckpointError as error:
-                logger.warning(
-                    "skipped a damaged checkpoint: %s",
-                    error,
-                    extra={
-                        "action": "checkpoint_damaged",
-                        "tenant_id": self.tenant_id,
-                        "checkpoint": ref.id,
-                        "code": error.code,
-                    },
-                )
+                _log.warning(
+                    "action=checkpoint_damaged tenant=%s checkpoint=%s code=%s reason=%s",
+                    self.tenant_id, ref.id, error.code, error,
+                )  # fmt: skip
 
     def _verify_shallow(self, checkpoint_id: str) -> Manifest:
         return self.verify(checkpoint_id, content=False)

@@ -94,11 +94,11 @@ def plan_retention(
         for name in names[first:] + names[:first]
     }
     decided = [one for name in names for one in decisions[name]]
-    stays = {Reason.OLD, Reason.EXPIRED}
+    goes = {Reason.OLD, Reason.EXPIRED}
     return RetentionPlan(
         policy=policy,
-        stay=tuple(one for one in decided if one[1] not in stays),
-        go=tuple(one for one in decided if one[1] in stays),
+        stay=tuple(one for one in decided if one[1] not in goes),
+        go=tuple(one for one in decided if one[1] in goes),
     )
 
 

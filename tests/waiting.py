@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -18,3 +19,8 @@ def wait_until(
     while not condition():
         assert time.monotonic() < end, f"{what} did not come true"
         time.sleep(every_s)
+
+
+def nothing_is_read_ahead() -> bool:
+    """The thread that decodes frames ahead ends when none is missing."""
+    return all(thread.name != "read-ahead" for thread in threading.enumerate())

@@ -133,7 +133,7 @@ def down(var: Var = Path("var")) -> None:
 
 @app.command()
 def status(var: Var = Path("var"), format: Format = "table") -> None:
-    """Each process: state, pid, uptime."""
+    """Each process: state, pid, uptime, and how often it was started again since `up`."""
     from vla_platform.stack.operate import status as look
 
     known_stack(var)
@@ -143,6 +143,7 @@ def status(var: Var = Path("var"), format: Format = "table") -> None:
             "state": str(one.state),
             "pid": one.pid,
             "uptime_s": round(one.uptime_s),
+            "restarts": one.restarts,
             "detail": one.detail,
         }
         for one in look(var)

@@ -16,6 +16,7 @@ from vla_platform.control import tenant_records, tenants, usage
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.services import payload_clients
 from vla_platform.errors import ConfigurationError
+from vla_platform.settings import urls_of
 from vla_platform.stack.info import StackInfo, load
 from vla_storage.checkpoints import CheckpointStore
 from vla_storage.objects import S3Admin, S3ObjectStore
@@ -49,7 +50,7 @@ class Operator:
             redis_url=self.info.redis_url,
             s3_endpoint=self.info.s3.endpoint,
             bucket=self.info.s3.bucket,
-            payload_url=self.info.payload_url,
+            payload_urls=urls_of(self.info.payload_url),
             payload_clients=self.payload_clients,
         )
 
@@ -72,7 +73,7 @@ def operator(var: Path) -> Iterator[Operator]:
     one = Operator(
         info=info,
         ledger=Ledger.connect(info.redis_url),
-        payload_clients=payload_clients(info.payload_url),
+        payload_clients=payload_clients(urls_of(info.payload_url)),
         objects=info.s3.objects(),
         iam=info.s3.admin(),
     )

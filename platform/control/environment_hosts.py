@@ -33,7 +33,7 @@ class HostTable:
     def __init__(self, client: Any, *, ttl_s: float = 6.0) -> None:
         self._redis = client
         self._ttl_ms = round(1000 * ttl_s)
-        source = resources.files("vla_platform.control").joinpath("environment_hosts.lua")
+        source = resources.files("vla_platform.control").joinpath("lua/environment_hosts.lua")
         self._script = client.register_script(source.read_text(encoding="utf-8"))
 
     def announce(self, state: HostState) -> None:
@@ -46,13 +46,13 @@ class HostTable:
             ]
         )  # fmt: skip
 
-    def assign(self, harness: str, *, instances: int = 1, tenant: str = "", limit: int = 0) -> str:
-        """The host with the fewest instances in flight, now with `instances` more.
+    def assign(self, harness: str, *, tenant: str = "", limit: int = 0) -> str:
+        """The host with the fewest instances in flight, now with one more.
 
         With a `tenant`, at most `limit` instances are its own, over all hosts of the harness:
         `QuotaError`. Raises `UnavailableError` where none lives that has room.
         """
-        found, *more = self._script(args=["assign", harness, instances, tenant, limit])
+        found, *more = self._script(args=["assign", harness, tenant, limit])
         if _text(found) == "quota":
             raise QuotaError(
                 f"{tenant} has {more[0]} sessions of {harness}, of {limit} that it may have; "
@@ -62,8 +62,7 @@ class HostTable:
             )
         if _text(found) == "full":
             raise UnavailableError(
-                f"no host for {harness} has room for {instances} more; try again later",
-                harness=harness,
+                f"no host for {harness} has room for one more; try again later", harness=harness
             )
         return _text(more[0])
 
@@ -92,9 +91,10 @@ class HostTable:
 
 
 def split_budget(budget: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """How many of `budget` hosts each harness gets, by largest remainder.
+    """How many of `budget` hosts each harness gets: one each, and every further one goes to whoever
+    has the fewest for its share.
 
-    Every harness with a share gets one where the budget allows it. Raises `ConfigurationError` for
+    Raises `ConfigurationError` for
     shares that are not positive, or a budget below the number of harnesses.
     """
     if any(share <= 0 for share in shares.values()):

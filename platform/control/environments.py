@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import redis
 
 from vla_platform.control.environment_hosts import HostTable
@@ -39,8 +36,7 @@ def open_environment(services: Services, tenant: str, text: str, request_id: str
         host_id = assigned if is_first else client.get(key)
     message = {"tenant": tenant, "session": session, "request": request}
     try:
-        payload = _payload(services.settings.payload_url)
-        with payload.pipeline() as pipe:
+        with services.payload_clients[0].pipeline() as pipe:
             pipe.rpush(open_requests(host_id), wire.encode(message))
             pipe.pexpire(open_requests(host_id), round(1000 * OPEN_S))
             pipe.execute()
@@ -60,8 +56,3 @@ def _parse(text: str) -> EnvironmentRequest:
     if not (isinstance(env_id, str) and isinstance(options, dict)):
         raise SpecError("env_id is a text and options are a map", problems=[])
     return EnvironmentRequest(env_id=env_id, options=options, expert=bool(raw.get("expert", False)))
-
-
-@functools.cache
-def _payload(url: str) -> Any:
-    return redis.Redis.from_url(url, socket_timeout=10.0, socket_connect_timeout=5.0)

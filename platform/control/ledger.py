@@ -1,8 +1,8 @@
-"""The ledger: what is in flight, in the control Redis. The only module that changes it.
+"""The ledger: runs, training jobs, leases and slots, in the control Redis.
 
-Every operation is one atomic server-side function on server time (`ledger_functions`); its comment
-in `lua/*.lua` says which states it accepts. Late writes of a lost lease raise
-`LeaseLostError`, transitions that no table allows `IllegalTransitionError`.
+Only this module changes them. Every operation on them is one atomic server-side function on server
+time (`ledger_functions`); its comment in `lua/*.lua` says which states it accepts. Late writes of a
+lost lease raise `LeaseLostError`, transitions that no table allows `IllegalTransitionError`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The ledger's server-side functions: one library, how it gets to a server and how it answers.
 
-The sources are `lua/*.lua`, with the state tables of `states.py` in place; a server that was
-restarted without them, or has an older one, is given the library anew.
+The sources are `lua/core.lua` and those beside it that `_FILES` names, with the state tables of
+`states.py` in place; a server that was restarted without them, or has an older one, is given the
+library anew.
 """
 
 from __future__ import annotations

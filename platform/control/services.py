@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import redis
@@ -46,7 +47,7 @@ def connect(settings: Settings) -> Services:
         ledger=ledger,
         objects=objects,
         payloads=payload_store(settings, objects),
-        payload_clients=payload_clients(settings.payload_url),
+        payload_clients=payload_clients(settings.payload_urls),
         emitter=Emitter(ledger.client),
     )
 
@@ -60,11 +61,10 @@ def object_store(settings: Settings) -> S3ObjectStore:
     )
 
 
-def payload_clients(payload_url: str) -> tuple[redis.Redis, ...]:
+def payload_clients(urls: Iterable[str]) -> tuple[redis.Redis, ...]:
     """One per payload Redis; they connect when they are used."""
     return tuple(
-        redis.Redis.from_url(url, socket_timeout=15, socket_connect_timeout=5)
-        for url in payload_url.split(",")
+        redis.Redis.from_url(url, socket_timeout=15, socket_connect_timeout=5) for url in urls
     )
 
 
@@ -79,7 +79,7 @@ def payload_store(settings: Settings, objects: ObjectStore) -> PayloadStore:
             # Redis takes what the arena would have; only speed is lost.
             _log.warning("action=arena_absent reason=%s", error)
     return RedisPayloadStore(
-        settings.payload_url.split(","),
+        settings.payload_urls,
         local=local,
         spill=[ObjectTier(objects)] if settings.payload_spill else (),
         quota_bytes=settings.payload_quota_bytes,

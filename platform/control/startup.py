@@ -26,7 +26,7 @@ class GateStep(bootsteps.StartStopStep):  # type: ignore[misc]
         if not settings.is_a("control"):
             return  # the services themselves are probed once, by the worker that admits work
         check_control_redis(settings.redis_url)
-        for url in settings.payload_url.split(","):
+        for url in settings.payload_urls:
             check_payload_redis(url, settings.redis_url)
         check_object_store(services().objects)
 

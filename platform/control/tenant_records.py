@@ -22,6 +22,7 @@ class Tenant:
     payload_quota_bytes: int = DEFAULT_QUOTA_BYTES
     storage_quota_bytes: int | None = None  # in the object store; None: no limit
     monthly_worker_s: float | None = None  # of training and of inference; None: no limit
+    removed: bool = False  # its access is being revoked; nothing restores it
     version: int = 1
 
 
@@ -35,11 +36,14 @@ def read_tenant(objects: ObjectStore, name: str) -> Tenant:
         raw: dict[str, Any] = json.loads(objects.get(record_key(name)))
     except ObjectNotFoundError:
         raise TenantError(f"no tenant {name}", tenant=name) from None
-    return Tenant(**raw)
+    tenant = Tenant(**raw)
+    if tenant.removed:
+        raise TenantError(f"no tenant {name}", tenant=name)
+    return tenant
 
 
 def list_tenants(objects: ObjectStore) -> list[Tenant]:
-    """From S3, the truth."""
+    """From S3, the truth; without those whose removal has begun."""
     found = []
     for info in objects.list("platform/tenants/"):
         try:
@@ -47,4 +51,4 @@ def list_tenants(objects: ObjectStore) -> list[Tenant]:
         except ObjectNotFoundError:
             continue  # removed between listing and reading
         found.append(Tenant(**raw))
-    return found
+    return [tenant for tenant in found if not tenant.removed]

@@ -74,7 +74,7 @@ class TenantServers:
     redis_url: str
     s3_endpoint: str | None
     bucket: str
-    payload_url: str = ""
+    payload_urls: Sequence[str] = ()
     payload_clients: Sequence[Any] = ()
 
 
@@ -138,8 +138,8 @@ def _url(servers: TenantServers, name: str, password: str, keys: tuple[str, str]
     query = {"bucket": servers.bucket, "access_key": keys[0], "secret_key": keys[1]}
     if servers.s3_endpoint:
         query["endpoint"] = servers.s3_endpoint
-    if servers.payload_url:
-        query["payload"] = ",".join(_without_user(url) for url in servers.payload_url.split(","))
+    if servers.payload_urls:
+        query["payload"] = ",".join(_without_user(url) for url in servers.payload_urls)
     scheme = "vlas" if parts.scheme == "rediss" else "vla"
     return urlunsplit((scheme, host, parts.path or "/0", urlencode(query), ""))
 
@@ -149,7 +149,7 @@ def _check_free(name: str, servers: TenantServers) -> None:
     replace."""
     for client in (servers.client, *servers.payload_clients):
         users = {_text(user) for user in client.execute_command("ACL", "USERS")}
-        if name in users and name not in _names(servers.objects):
+        if name in users and not _has_record(servers.objects, name):
             raise TenantError(
                 f"{name!r} is a user of the Redis server already, and no tenant; choose another",
                 tenant=name,
@@ -160,14 +160,23 @@ def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _names(objects: ObjectStore) -> set[str]:
-    return {tenant.tenant_id for tenant in list_tenants(objects)}
+def _has_record(objects: ObjectStore, name: str) -> bool:
+    try:
+        objects.head(record_key(name))
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
 def remove_tenant(servers: TenantServers, name: str) -> None:
-    """Revoke the tenant's access at once. Its objects and records stay for the auditors."""
-    if name not in _names(servers.objects):
-        raise TenantError(f"no tenant {name}", tenant=name)
+    """Revoke the tenant's access at once. Its objects stay for the auditors.
+
+    Where a server does not answer, the rest is done by calling it again. Raises `TenantError` for
+    an unknown name.
+    """
+    # First, so that what restores users after an outage leaves this one out from now on. The record
+    # goes last: with it, what is left to revoke would be forgotten.
+    _change_record(servers.objects, name, removed=True)
     servers.client.execute_command("ACL", "DELUSER", name)
     servers.client.srem(TENANTS_KEY, name)
     keep_acls(servers.client)
@@ -178,7 +187,8 @@ def remove_tenant(servers: TenantServers, name: str) -> None:
 
 
 def set_limits(objects: ObjectStore, name: str, **limits: float | int | None) -> Tenant:
-    """Change `monthly_worker_s` or `storage_quota_bytes` of a tenant; None: no limit."""
+    """Change `monthly_worker_s` or `storage_quota_bytes` of a tenant; None: no limit. Returns what
+    holds now."""
     return _change_record(objects, name, **limits)
 
 
@@ -188,7 +198,12 @@ def _change_record(objects: ObjectStore, name: str, **changes: Any) -> Tenant:
             raw, etag = objects.get_with_etag(record_key(name))
         except ObjectNotFoundError:
             raise TenantError(f"no tenant {name}", tenant=name) from None
-        changed = replace(Tenant(**json.loads(raw)), **changes)
+        tenant = Tenant(**json.loads(raw))
+        if tenant.removed and "removed" not in changes:
+            raise TenantError(f"no tenant {name}", tenant=name)
+        changed = replace(tenant, **changes)
+        if changed == tenant:
+            return tenant  # what only shows writes nothing
         try:
             objects.put(record_key(name), json.dumps(asdict(changed)).encode(), if_match=etag)
         except ObjectChangedError:

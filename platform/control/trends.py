@@ -83,7 +83,7 @@ def latest_change(points: Sequence[Point]) -> Change | None:
 
 
 def trend_key(tenant: str, policy: str) -> str:
-    """One small object per policy, beside its evaluations."""
+    """The folder of a policy's trend: one small object per evaluation."""
     return f"{tenant}/evaluations/trends/{check_name('policy', policy)}/"
 
 

@@ -68,9 +68,11 @@ def _take(
     refuse_in_maintenance(services.ledger.client)
     usage.check_budget(services, read_tenant(services.objects, tenant))
     signature = admission.check(services, tenant, spec)
+    is_mine = True
     try:
         services.objects.put(spec_key(tenant, run), content, if_absent=True)
     except ObjectExistsError as error:
+        is_mine = False
         if services.objects.get(spec_key(tenant, run)) != content:
             raise ConflictError(
                 f"idempotency key {key!r} was used for another spec; choose a new key",
@@ -84,7 +86,10 @@ def _take(
     try:
         is_new = services.ledger.submit(run, fields, max_pending=most)
     except QuotaError:
-        services.objects.delete(spec_key(tenant, run))  # a refused spec must not be recovered
+        # A refused spec must not be recovered. One that was there before may have been accepted,
+        # by a ledger that has lost it since.
+        if is_mine:
+            services.objects.delete(spec_key(tenant, run))
         raise
     if is_new:
         _log.info("action=submitted policy=%s kind=%s", spec.policy, spec.kind)

@@ -123,11 +123,6 @@ class Demonstrations(Closing):
     def num_samples(self) -> int:
         return len(self._samples)
 
-    @property
-    def num_decoded(self) -> int:
-        """Frames decoded so far; stays put once all frames are in memory."""
-        return self.frames.num_decoded
-
     def order(self, start: int, count: int) -> list[int]:
         """Sample numbers for the counters start .. start + count; a fresh permutation per epoch."""
         return samples_at(seed=self._seed, num_samples=self.num_samples, start=start, count=count)
@@ -167,10 +162,6 @@ class Demonstrations(Closing):
             state = np.concatenate([row.state for row in rows])
             found["state"] = Statistics.compute(state, key=self._state_key)
         return found
-
-    def wait_for_frames(self, timeout_s: float) -> bool:
-        """Wait until what was requested ahead is decoded; whether it was in time."""
-        return self._read_ahead.wait(timeout_s)
 
     def close(self) -> None:
         """End the reading thread. The dataset stays open."""

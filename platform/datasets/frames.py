@@ -123,14 +123,6 @@ class ReadAhead:
                 self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
                 self._thread.start()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the request is worked off; whether it was in time."""
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-        return thread is None or not thread.is_alive()
-
     def close(self) -> None:
         with self._lock:
             self._closed = True

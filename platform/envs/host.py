@@ -51,6 +51,7 @@ class HostLimits:
     max_rebuilds: int = 3  # per session, after failures
     memory_bytes: int = 4 << 30  # of a child process, or of the host; recycled above
     processes: int = 2  # children for `shared`
+    isolation: Isolation = Isolation.THREAD  # of every session at least
     parked_s: float = 60.0  # how long what was slow to make waits for its next use
     slow_s: float = 0.05  # to make: less is made anew each time
 
@@ -134,12 +135,14 @@ class EnvironmentHost:
         remote: bool = False,
     ) -> tuple[str, EnvironmentInfo]:
         """A new session: its id, and what a policy must know. With `reuse`, of an environment that
-        the tenant parked, where there is one.
+        the tenant parked, where there is one. It is isolated as asked, or as all sessions here are
+        where that is more.
 
         Raises `SpecError`, `QuotaError` (the tenant has as many as it may), `UnavailableError`
         (this host is full) or `SimulatorError`.
         """
         check_request(request)
+        isolation = isolation.at_least(self.limits.isolation)
         mine = sum(one.tenant == tenant for one in self._sessions.values())
         if mine >= self.limits.max_per_tenant:
             raise QuotaError(

@@ -69,7 +69,10 @@ class InferencePolicy:
         )
 
     def _features(self, tenant: str, keys: str | None) -> list[npt.NDArray[Any]] | None:
-        """Rows' features, (L, D) each, without padding; None where they are not kept or lost."""
+        """Rows' features, (L, D) each, without padding; None where they are not kept.
+
+        Raises `PayloadNotFoundError` where they are lost.
+        """
         if keys is None or self._payloads is None:
             return None
         features: list[npt.NDArray[Any]] = []

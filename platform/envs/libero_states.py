@@ -20,7 +20,6 @@ import numpy.typing as npt
 from vla_platform.errors import DatasetError
 
 MAX_BYTES = 64 << 20
-_UNREADABLE = (OSError, ValueError, LookupError, EOFError, TypeError, AttributeError)
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),

@@ -98,6 +98,3 @@ class ExternalOptions(Spec):
     url: str = Field(max_length=512, pattern=r"^wss?://[A-Za-z0-9.\-]+(:[0-9]{1,5})?(/[\w\-./]*)?$")
     token: str = Field("", max_length=256)
     timeout_s: Float = Field(30.0, gt=0.0, le=600.0)
-
-
-AnyOptions = TabletopOptions | ManiSkillOptions | LiberoOptions | GymnasiumOptions | ExternalOptions

@@ -22,7 +22,6 @@ from vla_platform.envs.remote_protocol import (
     open_requests,
     to_host,
 )
-from vla_platform.envs.runner_pool import Isolation
 from vla_platform.envs.sessions import EnvironmentRequest
 from vla_platform.errors import DataError, PlatformError, QuotaError
 from vla_storage.errors import CodedError
@@ -39,14 +38,10 @@ class RemoteSessions:
     Sessions keep the name that the tenant knows; the host's own id stays inside.
     """
 
-    def __init__(
-        self, client: redis.Redis, host: EnvironmentHost, host_id: str, *,
-        isolation: Isolation = Isolation.THREAD,
-    ) -> None:  # fmt: skip
+    def __init__(self, client: redis.Redis, host: EnvironmentHost, host_id: str) -> None:
         self._redis: Any = client
         self._host = host
         self._host_id = host_id
-        self._isolation = isolation
         self._names: dict[tuple[str, str], str] = {}  # (tenant, name) to the host's id
         # Whoever calls a session that has just ended is told so.
         self._read_until: dict[str, float] = {}
@@ -92,8 +87,7 @@ class RemoteSessions:
         if (tenant, session) in self._names:
             return  # its request came again
         # Known at once: the tenant's next call may come before the environment is made.
-        opening = self._host.open(tenant, request, isolation=self._isolation, remote=True)
-        work = self._host.call(opening)
+        work = self._host.call(self._host.open(tenant, request, remote=True))
         self._names[tenant, session] = ""
 
         def opened(done: Future[Any]) -> None:

@@ -1,9 +1,9 @@
-"""What a rollout task is asked for, and what it tells: both cross a queue."""
+"""What a rollout is asked for, and what it tells."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,10 @@ import numpy as np
 from vla_platform.envs.runner_pool import Isolation
 from vla_platform.envs.trajectories import End, EpisodeSummary
 
-ROLLOUT_VERSION = 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """What a rollout task is asked for, beside its size and version. Crosses a queue."""
+    """What a rollout is asked for, beside its size and version."""
 
     tenant: str
     policy_key: str
@@ -36,14 +34,6 @@ class RolloutConfig:
     predict_timeout_s: float = 60.0
     payload_ttl_s: float = 3600.0
     publish_wait_s: float = 300.0  # how long a full payload store is waited for
-    version: int = ROLLOUT_VERSION
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> RolloutConfig:
-        return cls(**{**raw, "cameras": tuple(raw["cameras"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +52,8 @@ class RolloutReport:
     columns: Mapping[str, tuple[int, ...]]  # name to shape
     videos: tuple[str, ...]  # object names
     seconds: float
-    version: int = ROLLOUT_VERSION
 
     @property
     def success_rate(self) -> float:
         over = [one for one in self.episodes if one.end != End.HORIZON]
         return float(np.mean([one.success for one in over])) if over else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "success_rate": self.success_rate}

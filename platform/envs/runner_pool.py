@@ -24,6 +24,11 @@ class Isolation(StrEnum):
     PROCESS = "process"
     """In a child process of its own: for what is not trusted to stay alive."""
 
+    def at_least(self, floor: Isolation) -> Isolation:
+        """This one, or the floor where that separates more."""
+        order = list(Isolation)
+        return max(self, floor, key=order.index)
+
 
 class RunnerPool:
     """At most `processes` children are shared. `in_use` tells the runners of all sessions."""

@@ -17,7 +17,6 @@ class Use(IntEnum):
     TRAINING = 1
     EVALUATION = 2
     PREDICTION = 3
-    DEMONSTRATION = 4
 
 
 def derive_seed(use: Use, *numbers: int) -> int:

@@ -1,7 +1,7 @@
 """An environment host as a Celery worker: its bootstep, and what its tasks share.
 
 VLA_HARNESS=maniskill VLA_ROLE=env-maniskill-1 celery -A vla_platform.app:app worker
-    -Q rollout.maniskill,rollout.maniskill.env-maniskill-1,evaluation.maniskill --pool threads
+    -Q rollout.maniskill,evaluation.maniskill --pool threads
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ PolicyFactory = Callable[[str], Policy]
 @functools.cache
 def proxy() -> InferenceProxy:
     """This process's way to the inference workers, shared by all its sessions and tenants."""
-    settings = load_settings()
-    return InferenceProxy.connect(
-        settings.payload_url.split(",")[0], services().ledger.base_model_of
-    )
+    return InferenceProxy.connect(load_settings().payload_urls[0], services().ledger.base_model_of)
 
 
 POLICIES: dict[str, PolicyFactory] = {
@@ -73,7 +70,14 @@ def limits_of(settings: Settings) -> HostLimits:
         lease_s=settings.session_lease_s,
         memory_bytes=settings.env_memory_bytes,
         processes=settings.env_processes,
+        isolation=Isolation(settings.env_isolation),
     )
+
+
+def host_id_of(nodename: str) -> str:
+    """Of a Celery worker, such as `env-tabletop-1@machine`: two workers never share a node name,
+    while all replicas of a deployment have the same role."""
+    return nodename.replace("@", ".")
 
 
 class HostStep(bootsteps.StartStopStep):  # type: ignore[misc]
@@ -91,11 +95,9 @@ class HostStep(bootsteps.StartStopStep):  # type: ignore[misc]
         settings = load_settings()
         self._stop = threading.Event()
         client = redis.Redis.from_url(
-            settings.payload_url, socket_timeout=30.0, socket_connect_timeout=5.0
+            settings.payload_urls[0], socket_timeout=30.0, socket_connect_timeout=5.0
         )
-        self._remote = RemoteSessions(
-            client, host(), settings.role, isolation=Isolation(settings.env_isolation)
-        )
+        self._remote = RemoteSessions(client, host(), host_id_of(parent.hostname))
         self._thread = threading.Thread(
             target=self._announce, args=(parent, settings, self._stop), name="announce", daemon=True
         )
@@ -116,7 +118,7 @@ class HostStep(bootsteps.StartStopStep):  # type: ignore[misc]
         while not stop.is_set():
             worn_out = host().worn_out
             state = HostState(
-                host_id=settings.role,
+                host_id=host_id_of(parent.hostname),
                 harness=settings.harness,
                 capacity=settings.max_sessions,
                 in_flight=host().num_sessions,

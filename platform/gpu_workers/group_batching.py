@@ -174,15 +174,6 @@ class GroupBatching(Generic[R]):
             self._replace(name, kept)
         return late
 
-    def withdraw(self) -> list[R]:
-        """Take out everything, in order of arrival."""
-        items = sorted(
-            (item for lane in self._lanes.values() for item in lane), key=lambda item: item.arrived
-        )
-        self._lanes.clear()
-        self.num_samples = 0
-        return [item.request for item in items]
-
     def _form(self, name: str, now: float) -> Batch[R]:
         lane = self._lanes[name]
         arrived, room = lane[0].arrived, self.max_samples

@@ -24,7 +24,7 @@ class ModuleSource(ABC):
 
 
 class MemoryModuleSource(ModuleSource):
-    """Versions put by hand: for tests and for `load_weights`."""
+    """Versions put by hand, for tests and benchmarks."""
 
     def __init__(self) -> None:
         self.versions: dict[tuple[str, int | str], Weights] = {}

@@ -128,14 +128,6 @@ class ModuleVersions:
                 return
             self._refresh(policy_key, current)
 
-    def load_weights(self, policy_key: str, weights: Weights) -> MountedModule:
-        """Mount a version that is already here, as the policy's current one."""
-        mounted = self._mount(policy_key, weights)
-        with self._lock:
-            self._keep((policy_key, weights.version), mounted)
-            self._state.current[policy_key] = _Current(weights.version, self._clock())
-            return mounted
-
     @property
     def mounted(self) -> Mapping[tuple[str, int | str], MountedModule]:
         return self._state.mounted

@@ -55,7 +55,7 @@ class InferenceServer:
         )
         self.consumer = InferenceConsumer(
             RedisStreamsChannel(
-                open_client(settings.payload_url.split(",")[0]), base_model, tenants=self._tenants
+                open_client(settings.payload_urls[0]), base_model, tenants=self._tenants
             ),
             service,
             GroupBatching(

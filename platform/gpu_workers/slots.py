@@ -47,7 +47,7 @@ from vla_platform.gpu_workers.slot_state import (
 )
 from vla_platform.specs import AWRSpec
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,10 @@ class Slot:
         share = share or _whole(samples)
         lr = learning_rate(self.config.optimizer, self.step, self.config.total_steps)
         if share.num_valid == 0:
-            logger.warning(
-                "all action steps are padding, nothing to learn",
-                extra={"action": "update_skipped", "policy_key": self.config.policy_key},
+            _log.warning(
+                "action=update_skipped policy=%s reason=all action steps are padding, nothing to "
+                "learn",
+                self.config.policy_key,
             )
             self.step += 1
             self.samples_seen += share.num_rows

@@ -35,7 +35,7 @@ GROUP, CONSUMER = "collector", "collector"
 BATCH, BLOCK_MS = 512, 1000
 SEEN, SEEN_S = "vla:metrics:seen", 10 * OUTAGE_S  # ids of events that came, for as long
 
-STEPS = Counter("vla_steps_total", "Optimizer steps", ["tenant", "workload"])
+STEPS = Counter("vla_steps_total", "Steps of SFT and updates of RL", ["tenant", "workload"])
 SAMPLES = Counter("vla_samples_total", "Training rows", ["tenant", "workload"])
 CACHE_HITS = Counter("vla_feature_cache_hits_total", "Rows whose features were known", ["tenant"])
 LOSS = Gauge("vla_loss", "Last training loss", ["tenant", "workload"])
@@ -153,15 +153,19 @@ def _count(tenant: str, workload: str, event: dict[str, Any]) -> None:
             FINDINGS.labels(tenant, severity).set(values[severity])
         STORED.labels(tenant).set(values["size_bytes"])
         AUDITED.labels(tenant).set(event["at"])
-    elif event["kind"] == "update" and "staleness" in values:
+    elif event["kind"] == "step":
+        _count_training(tenant, workload, values, rows=values["samples"])
+        CACHE_HITS.labels(tenant).inc(values["cache_hits"])
+        GROUP_SIZE.set(values["group_size"])
+    elif event["kind"] == "update":
+        _count_training(tenant, workload, values, rows=values["num_rows"])
         STALENESS.labels(tenant, workload).set(values["staleness"])
-    if event["kind"] != "step":
-        return
+
+
+def _count_training(tenant: str, workload: str, values: dict[str, Any], *, rows: int) -> None:
     STEPS.labels(tenant, workload).inc()
-    SAMPLES.labels(tenant, workload).inc(values["samples"])
-    CACHE_HITS.labels(tenant).inc(values["cache_hits"])
+    SAMPLES.labels(tenant, workload).inc(rows)
     LOSS.labels(tenant, workload).set(values["loss"])
-    GROUP_SIZE.set(values["group_size"])
 
 
 def _count_inference(tenant: str, values: dict[str, Any]) -> None:

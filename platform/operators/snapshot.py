@@ -87,7 +87,7 @@ class Snapshot:
     gpus: tuple[GpuReport, ...]
     staleness: Mapping[str, int]  # versions, of the newest RL update of each workload
     inference: Mapping[str, Mapping[str, Any]]  # newest numbers by base model
-    training: Mapping[str, Any]  # newest step
+    training: Mapping[str, Any]  # newest step of SFT or update of RL
     maintenance: str  # why nothing is taken; empty: all is
 
 
@@ -218,8 +218,8 @@ def _newest(client: Any) -> dict[str, Any]:
         event = json.loads(fields["event"])
         if event["kind"] == "inference":
             inference.setdefault(event["values"]["base_model"], event["values"])
-        elif event["kind"] == "step" and not training:
+        elif event["kind"] in ("step", "update") and not training:
             training = event["values"] | {"at": event["at"]}
-        elif event["kind"] == "update" and "staleness" in event["values"]:
+        if event["kind"] == "update" and "staleness" in event["values"]:
             staleness.setdefault(event["workload"], event["values"]["staleness"])
     return {"inference": inference, "training": training, "staleness": staleness}

@@ -26,7 +26,7 @@ from vla_storage.errors import (
 )
 from vla_storage.objects import ObjectStore
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 MIN_REDIS = (7, 0)
 MAX_CLOCK_SKEW_S = 1.0
@@ -54,10 +54,9 @@ def check_control_redis(url: str) -> None:
             found=policy,
         )
     if append_only == "no":
-        logger.warning(
-            "control Redis: appendonly is off; what is in flight is lost when it restarts "
-            "(set appendonly yes)",
-            extra={"action": "gate_warning"},
+        _log.warning(
+            "action=gate_warning reason=control Redis: appendonly is off; what is in flight is "
+            "lost when it restarts (set appendonly yes)"
         )
 
 

@@ -121,8 +121,6 @@ def _worker_program(info: StackInfo, role: Role, credentials: Credentials) -> Pr
     if role.port:
         variables["VLA_PORT"] = str(info.ports[role.name])
     if role.name == "flower":
-        variables["VLA_FLOWER_USER"] = info.flower_user
-        variables["VLA_FLOWER_PASSWORD"] = info.flower_password
         variables["FLOWER_BASIC_AUTH"] = f"{info.flower_user}:{info.flower_password}"
     if role.name == "page":
         variables["VLA_PAGE_USER"] = info.flower_user

@@ -157,7 +157,7 @@ def environment_roles(budget: int, shares: Mapping[str, float], var: Path) -> tu
 
 
 def _environment_host(harness: str, name: str, python: str) -> Role:
-    queues = ",".join(environment_queues(harness, name))
+    queues = ",".join(environment_queues(harness))
     return Role(
         name=name,
         stop_s=30.0,

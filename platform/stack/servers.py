@@ -1,6 +1,6 @@
 """The embedded servers: how two Valkeys and SeaweedFS are started and when they are ready.
 
-Pure functions: they name commands and check addresses; `vla_platform.stack.supervision` runs them,
+Pure functions: they name commands and check addresses; `vla_platform.stack.supervisor` runs them,
 and so do the fixtures of the tests.
 """
 

@@ -10,7 +10,7 @@ from celery import shared_task
 from vla_platform.control import rollouts
 from vla_platform.control.services import services
 from vla_platform.envs.rollout import Emit, rollout
-from vla_platform.envs.rollout_messages import RolloutConfig, RolloutReport
+from vla_platform.envs.rollout_messages import RolloutReport
 from vla_platform.metrics.events import Event
 
 
@@ -67,33 +67,3 @@ def keeper_of(tenant: str, workload: str) -> Callable[[str, bytes], str]:
         return key
 
     return keep
-
-
-@shared_task(name="rollout.rollout")
-def run(
-    config: dict[str, Any],
-    job_id: str,
-    num_envs: int,
-    horizon: int,
-    version: int | None,
-    policy: str,
-    workload: str,
-) -> dict[str, Any]:
-    """One training job's rollout; returns the report of `vla_platform.envs.rollout`."""
-    from vla_platform.envs.worker import host, policy_for
-
-    asked = RolloutConfig.from_dict(config)
-    found = services()
-    report = rollout(
-        asked,
-        job_id,
-        num_envs,
-        horizon,
-        version,
-        host=host(),
-        policy=policy_for(policy, asked.tenant),
-        payloads=found.payloads,
-        keep_video=keeper_of(asked.tenant, workload),
-        emit=emitter_of(asked.tenant, workload),
-    )
-    return report.to_dict()

@@ -45,7 +45,6 @@ def s3_client(
     endpoint: str | None,
     access_key: str | None,
     secret_key: str | None,
-    region: str = "us-east-1",
     attempts: int = 4,
 ) -> Any:
     """A boto3 client with bounded waits: 5 s to connect, 60 s between bytes."""
@@ -54,7 +53,7 @@ def s3_client(
         endpoint_url=endpoint,
         aws_access_key_id=access_key,
         aws_secret_access_key=secret_key,
-        region_name=region,
+        region_name="us-east-1",  # AWS names a bucket's own, and botocore goes there
         config=Config(
             connect_timeout=5,
             read_timeout=60,
@@ -78,7 +77,6 @@ class S3ObjectStore(ObjectStore):
         endpoint: str | None = None,
         access_key: str | None = None,
         secret_key: str | None = None,
-        region: str = "us-east-1",
         attempts: int = 6,  # a store that has just started answers 500 for some seconds
     ) -> None:
         self.bucket = bucket
@@ -87,7 +85,6 @@ class S3ObjectStore(ObjectStore):
             endpoint=endpoint,
             access_key=access_key,
             secret_key=secret_key,
-            region=region,
             attempts=attempts,
         )
 

@@ -130,11 +130,6 @@ class RedisPayloadStore(PayloadStore):
         tiers = (*local, RedisTier(shards, watermark=watermark), *spill)
         super().__init__(RedisIndex(shards), tiers, quota_bytes=quota_bytes)
 
-    @classmethod
-    def from_url(cls, url: str, *, timeout_s: float = 15.0) -> RedisPayloadStore:
-        """Without other tiers; `url` may name several instances, separated by commas."""
-        return cls(url.split(","), timeout_s=timeout_s)
-
 
 def _part_key(key: Key, segment_id: str, number: int) -> str:
     return f"{meta_key(key)}:{segment_id}:{number}"

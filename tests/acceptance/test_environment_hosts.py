@@ -1,27 +1,25 @@
-"""Environment hosts as real Celery workers: rollouts, evaluations, remote sessions, a death."""
+"""An environment host as a real Celery worker: evaluations, remote sessions. Rollouts, and a host
+that dies in one, are in `test_rl`."""
 
 from __future__ import annotations
 
 import contextlib
-import time
+import socket
 from collections.abc import Iterator
 from urllib.parse import parse_qs, urlsplit
 
-import numpy as np
 import pytest
 import redis
 from celery import Celery
 
 from tests.acceptance.stacks import Stack, started, with_tabletop
 from tests.waiting import wait_until
-from vla_platform.broker import evaluation_queue, queue, rollout_queue
+from vla_platform.broker import evaluation_queue, queue
 from vla_platform.client import Platform
 from vla_platform.control.environment_hosts import HostTable
 from vla_platform.envs.evaluation_records import EvaluationRecord
 from vla_platform.envs.remote_protocol import acl_rules
-from vla_platform.envs.rollout_messages import RolloutConfig
 from vla_platform.errors import QuotaError, SpecError
-from vla_storage.payloads import ArenaTier, RedisPayloadStore
 
 HOST = "env-tabletop-1"
 
@@ -42,46 +40,6 @@ def app(stack: Stack) -> Iterator[Celery]:
         yield app
 
 
-@pytest.fixture
-def payloads(stack: Stack) -> Iterator[RedisPayloadStore]:
-    info = stack.admin.info
-    local = [ArenaTier(info.arena)] if info.arena is not None else []
-    store = RedisPayloadStore([info.payload_url], local=local)
-    yield store
-    store.close()
-
-
-def config(partition: str, **changes: object) -> RolloutConfig:
-    return RolloutConfig(
-        tenant="a", policy_key="a/p", partition_id=partition, env_id="tabletop/push",
-        cameras=("top",), image_size=32, chunk=1, env_options={"image_size": 32}, **changes,
-    )  # type: ignore[arg-type]  # fmt: skip
-
-
-def send(app: Celery, asked: RolloutConfig, *, horizon: int, host_id: str | None) -> None:
-    arguments = {
-        "config": asked.to_dict(), "job_id": "j1", "num_envs": 3, "horizon": horizon,
-        "version": 4, "policy": "expert", "workload": "w1",
-    }  # fmt: skip
-    destination = queue(rollout_queue("tabletop", host_id))
-    app.send_task("rollout.rollout", kwargs=arguments, queue=destination, ignore_result=True)
-
-
-def test_a_rollout_on_the_assigned_host(
-    stack: Stack, app: Celery, payloads: RedisPayloadStore
-) -> None:
-    admin = stack.admin
-    host_id = HostTable(admin.ledger.client).assign("tabletop", instances=3)
-    assert host_id == HOST
-    send(app, config("p1", num_videos=1), horizon=12, host_id=host_id)
-    wait_until(lambda: payloads.metadata("p1", "a"))
-    rows = payloads.get("p1", "a")
-    assert int(rows["is_transition"].sum()) == 36
-    assert {4} == set(rows["policy_version"].tolist())
-    assert admin.objects.get("a/workloads/w1/videos/j1-000.mp4")[4:8] == b"ftyp"
-    wait_until(lambda: admin.ledger.client.xlen("vla:t:a:w:w1:events") == 12)
-
-
 def test_an_evaluation_on_its_queue(stack: Stack, app: Celery) -> None:
     arguments = {
         "evaluation_id": "e1", "tenant": "a", "policy_key": "a/p", "version": 4,
@@ -100,32 +58,6 @@ def test_an_evaluation_on_its_queue(stack: Stack, app: Celery) -> None:
     assert played == 5  # each episode once
 
 
-def test_f53_a_killed_host_publishes_nothing_and_done_again_it_is_the_same(
-    stack: Stack, app: Celery, payloads: RedisPayloadStore
-) -> None:
-    admin = stack.admin
-    send(app, config("p2"), horizon=40, host_id=None)
-    wait_until(lambda: payloads.metadata("p2", "a"))
-    stream = "vla:t:a:w:w1:events"
-    before = admin.ledger.client.xlen(stream)
-    send(app, config("p3"), horizon=4000, host_id=HOST)
-    wait_until(lambda: admin.ledger.client.xlen(stream) > before + 5)
-    stack.kill(HOST)
-    assert payloads.metadata("p3", "a") == {}
-    # A message that the dying worker took along is sent again, as a reconciler does.
-    resent = time.monotonic()
-    send(app, config("p4"), horizon=40, host_id=None)
-    while not payloads.metadata("p4", "a"):
-        if time.monotonic() - resent > 8:
-            send(app, config("p4"), horizon=40, host_id=None)
-            resent = time.monotonic()
-        time.sleep(0.1)
-    expected, found = payloads.get("p2", "a"), payloads.get("p4", "a")
-    assert expected.keys() == found.keys()
-    for name, column in expected.items():
-        np.testing.assert_array_equal(column, found[name])
-
-
 @pytest.fixture
 def tenant_url(stack: Stack) -> Iterator[str]:
     url = stack.admin.add("walker")
@@ -141,7 +73,9 @@ def tenant_url(stack: Stack) -> Iterator[str]:
 
 
 def test_a_tenant_drives_a_session_from_python(stack: Stack, tenant_url: str) -> None:
-    wait_until(lambda: HostTable(stack.admin.ledger.client).hosts("tabletop"))
+    table = HostTable(stack.admin.ledger.client)
+    wait_until(lambda: table.hosts("tabletop"))
+    assert [one.host_id for one in table.hosts("tabletop")] == [f"{HOST}.{socket.gethostname()}"]
     with Platform(tenant_url) as platform:
         with pytest.raises(SpecError, match="did you mean 'push'"):
             platform.environment("tabletop/puch")

@@ -60,7 +60,9 @@ def test_only_gpu_workers_and_asset_scripts_import_torch():
     assert set() == offenders
 
 
-@pytest.mark.parametrize("module", ["vla_platform.specs", "vla_platform.schema"])
+@pytest.mark.parametrize(
+    "module", ["vla_platform.client", "vla_platform.specs", "vla_platform.schema"]
+)
 def test_a_tenants_import_loads_no_torch(module: str):
     code = f"import sys, {module}; print('torch' in sys.modules)"
     shown = subprocess.run(

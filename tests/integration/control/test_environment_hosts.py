@@ -38,7 +38,7 @@ def test_the_host_with_the_fewest_in_flight_is_chosen(table: HostTable) -> None:
     table.announce(state("two", in_flight=3))
     table.announce(state("other", harness="maniskill"))
     assert [table.assign("tabletop") for _ in range(4)] == ["two", "two", "one", "two"]
-    assert table.assign("maniskill", instances=8) == "other"
+    assert table.assign("maniskill") == "other"
     with pytest.raises(UnavailableError, match="no host for libero"):
         table.assign("libero")
 
@@ -72,7 +72,8 @@ def test_a_full_a_worn_and_a_silent_host_get_nothing(control_redis_url: str) -> 
 
 def test_announcing_replaces_what_was_assigned(table: HostTable) -> None:
     table.announce(state("one"))
-    table.assign("tabletop", instances=4)
+    for _ in range(4):
+        table.assign("tabletop")
     assert [one.in_flight for one in table.hosts("tabletop")] == [4]
     table.announce(state("one", in_flight=1))
     assert [one.in_flight for one in table.hosts("tabletop")] == [1]
@@ -85,9 +86,9 @@ def test_a_tenants_quota_counts_over_hosts(table: HostTable) -> None:
     table.announce(state("two", in_flight=4, tenants={"lab": 4}, accepting=False))
     table.announce(state("far", harness="maniskill"))
     assert table.assign("tabletop", tenant="lab", limit=8) == "one"
-    with pytest.raises(QuotaError, match="lab has 7 sessions of tabletop, of 8") as refused:
-        table.assign("tabletop", instances=2, tenant="lab", limit=8)
-    assert refused.value.details["limit"] == 8
+    with pytest.raises(QuotaError, match="lab has 7 sessions of tabletop, of 7") as refused:
+        table.assign("tabletop", tenant="lab", limit=7)
+    assert refused.value.details["limit"] == 7
     assert table.assign("tabletop", tenant="lab", limit=8) == "one"
     assert table.assign("tabletop", tenant="other", limit=8) == "one"
     assert table.assign("maniskill", tenant="lab", limit=8) == "far"

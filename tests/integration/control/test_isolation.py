@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -21,17 +21,18 @@ from redis.retry import Retry
 
 from vla_platform.control.ledger import Ledger
 from vla_platform.control.payload_access import apply_payload_access
-from vla_platform.control.tenant_records import Tenant
+from vla_platform.control.tenant_records import TENANTS_KEY, Tenant, list_tenants
 from vla_platform.control.tenants import (
     TenantServers,
     add_tenant,
     apply_acl,
     remove_tenant,
+    restore_acls,
     rotate_tenant,
 )
 from vla_platform.errors import TenantError
 from vla_platform.stack.servers import S3Address
-from vla_storage.objects import S3Admin
+from vla_storage.objects import MemoryObjectStore, S3Admin
 
 pytestmark = pytest.mark.services
 
@@ -302,7 +303,7 @@ def test_rotation_and_revocation_within_a_second(
         servers = TenantServers(
             client=ledger.client, objects=objects, iam=admin, payload_clients=(payload,),
             redis_url=control_redis_url, s3_endpoint=s3.endpoint, bucket=s3.bucket,
-            payload_url=payload_redis_url,
+            payload_urls=(payload_redis_url,),
         )  # fmt: skip
         old = add_tenant(servers, "a")
         inside = [stack.enter_context(_redis(old, url)) for url in (None, payload_redis_url)]
@@ -329,6 +330,39 @@ def test_rotation_and_revocation_within_a_second(
         assert time.monotonic() - started < 1.0
         old_s3.close()
         new_s3.close()
+
+
+def test_a_removal_that_was_cut_short_stays_and_is_done_by_the_next(
+    control_redis_url: str, payload_redis_url: str, s3: S3Address
+) -> None:
+    with contextlib.ExitStack() as stack:
+        ledger = Ledger.connect(control_redis_url)
+        stack.callback(ledger.close)
+        payload = stack.enter_context(redis.Redis.from_url(payload_redis_url))
+        down = stack.enter_context(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)))
+        servers = TenantServers(
+            client=ledger.client, objects=MemoryObjectStore(),
+            iam=stack.enter_context(contextlib.closing(s3.admin())), payload_clients=(payload,),
+            redis_url=control_redis_url, s3_endpoint=s3.endpoint, bucket=s3.bucket,
+        )  # fmt: skip
+        url = add_tenant(servers, "a")
+        with pytest.raises(redis.ConnectionError):
+            remove_tenant(replace(servers, payload_clients=(down,)), "a")
+        assert restore_acls(ledger.client, servers.objects) == []
+        renewed = stack.enter_context(_redis(url, None))
+        with pytest.raises(redis.AuthenticationError):
+            renewed.ping()
+        assert list_tenants(servers.objects) == []
+        with pytest.raises(TenantError, match="no tenant"):
+            rotate_tenant(servers, "a")
+        with pytest.raises(TenantError, match="`vla tenants remove a` first"):
+            add_tenant(servers, "a")
+        remove_tenant(servers, "a")
+        assert b"a" not in payload.smembers(TENANTS_KEY)
+        with pytest.raises(TenantError, match="no tenant"):
+            remove_tenant(servers, "a")
+        add_tenant(servers, "a")
+        remove_tenant(servers, "a")
 
 
 def _redis(url: str, at: str | None) -> redis.Redis:

@@ -14,6 +14,7 @@ from tests.integration.conftest import Process
 from vla_platform.control.environment_hosts import HostState, HostTable
 from vla_platform.control.environments import open_environment
 from vla_platform.control.requests import once, token_of
+from vla_platform.control.services import payload_clients
 from vla_platform.envs import wire
 from vla_platform.envs.remote_protocol import open_requests
 from vla_platform.errors import QuotaError, UnavailableError
@@ -27,7 +28,10 @@ def some(some: Process, payload_redis_url: str) -> Process:
         HostTable(some.ledger.client, ttl_s=60.0).announce(
             HostState(host_id=host_id, harness="tabletop", capacity=4, in_flight=0, accepting=True)
         )
-    return with_settings(some, payload_url=payload_redis_url, max_sessions_per_tenant=2)
+    # Sessions go by the first of several.
+    url = f"{payload_redis_url},redis://127.0.0.1:9/0"
+    found = with_settings(some, payload_url=url, max_sessions_per_tenant=2)
+    return replace(found, payload_clients=payload_clients(found.settings.payload_urls))
 
 
 def with_settings(some: Process, **changes: Any) -> Process:

@@ -105,6 +105,9 @@ def test_inference_is_counted_with_its_acknowledgement(some: Process) -> None:
 
 def test_a_budget_is_enforced_with_a_clear_message(some: Process) -> None:
     train(some, "run-1")
+    before = some.objects.head(record_key("a"))
+    assert set_limits(some.objects, "a") == read_tenant(some.objects, "a")
+    assert some.objects.head(record_key("a")) == before  # shown, not written
     tenant = set_limits(some.objects, "a", monthly_worker_s=2.0)
     assert tenant == read_tenant(some.objects, "a")
     with pytest.raises(QuotaError, match=r"2\.5 of 2 worker-seconds; it starts again on"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis
+from prometheus_client import REGISTRY
 
 from vla_platform.control import usage
 from vla_platform.metrics.collector import collect, open_group
@@ -71,6 +72,23 @@ def test_every_event_reaches_its_tenants_prefix_once(client: redis.Redis) -> Non
     assert stored_steps(objects, "a", "run-1") == [1, 2, 3]
     assert stored_steps(objects, "b", "run-2") == [1, 2]
     assert client.xlen(stream_of("a", "run-1")) == 3
+
+
+def test_updates_of_rl_count_as_training(client: redis.Redis) -> None:
+    """An alert says that training stands by these."""
+    open_group(client)
+    emitter = Emitter(client)
+    for step in (1, 2):
+        values: dict[str, Any] = {"step": step, "loss": 0.25, "num_rows": 32, "staleness": 1}
+        emitter.emit(Event(tenant="a", workload="rl-1", kind="update", values=values))
+    emitter.close()
+    while collect(client, MemoryObjectStore(), block_ms=10):
+        pass
+    shown = {
+        name: REGISTRY.get_sample_value(name, {"tenant": "a", "workload": "rl-1"})
+        for name in ("vla_steps_total", "vla_samples_total", "vla_loss", "vla_policy_staleness")
+    }
+    assert list(shown.values()) == [2, 64, 0.25, 1]
 
 
 def test_what_was_read_and_not_stored_is_stored_later(client: redis.Redis) -> None:

@@ -346,7 +346,7 @@ def test_f37_a_server_that_lost_everything_gives_an_explicit_miss(
 
 
 def test_an_absent_server_is_unavailable() -> None:
-    store = RedisPayloadStore.from_url("redis://127.0.0.1:9/0")
+    store = RedisPayloadStore(["redis://127.0.0.1:9/0"])
     with contextlib.closing(store):
         for call in (
             lambda: store.get("p1", "a"),

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import nothing_is_read_ahead, wait_until
 from vla_platform.datasets import Batch, Demonstrations, LeRobotDataset, open_dataset
 from vla_platform.datasets.prompts import decode_prompts
 from vla_platform.errors import DataError, DatasetError
@@ -153,11 +154,11 @@ def test_rows_do_not_depend_on_the_cache(make: Make, frames_kept: int) -> None:
 def test_frames_are_decoded_once_and_read_ahead(make: Make) -> None:
     with demonstrations(make(LENGTHS)) as rows:
         rows.batch(0, 1)
-        assert rows.wait_for_frames(60)
-        decoded = rows.num_decoded
+        wait_until(nothing_is_read_ahead)
+        decoded = rows.frames.num_decoded
         for start in range(0, 63, 7):
             rows.batch(start, 7)
-        assert decoded == rows.num_decoded
+        assert decoded == rows.frames.num_decoded
         assert 42 <= decoded <= 44  # 21 frames of 2 cameras; the first batch may race
 
 
@@ -247,7 +248,7 @@ def test_statistics_equal_the_datasets_own(make: Make) -> None:
 def test_the_real_g1_recording_is_fast_once_frames_are_kept(g1: LeRobotDataset) -> None:
     with demonstrations(g1, cameras=g1.cameras, chunk=8, image_size=128, episodes=[1]) as rows:
         rows.batch(0, 8)
-        assert rows.wait_for_frames(120)
+        wait_until(nothing_is_read_ahead)
         started = time.process_time()
         for start in range(0, 800, 8):
             rows.batch(start, 8)

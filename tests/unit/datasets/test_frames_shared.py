@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.waiting import nothing_is_read_ahead, wait_until
 from vla_platform.datasets import Demonstrations, open_dataset
 from vla_platform.datasets.frames import FrameSource
 from vla_platform.datasets.recording import make_demonstrations
@@ -34,7 +35,7 @@ def test_a_shared_frame_source_decodes_each_frame_once(tmp_path: Path) -> None:
     with reader(0, frames) as first, reader(1, frames) as second, reader(1, None) as alone:
         everything = first.num_samples
         first.batch(0, everything)
-        assert first.wait_for_frames(30)
+        wait_until(nothing_is_read_ahead)
         decoded = frames.num_decoded
         together = second.batch(0, everything).columns
         assert decoded == frames.num_decoded

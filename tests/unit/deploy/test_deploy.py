@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
+from celery.utils.nodenames import host_format
 
 from vla_platform.broker import environment_queues
+from vla_platform.envs.installs import RECIPES, TORCH
+from vla_platform.envs.worker import host_id_of
 from vla_platform.settings import Settings
 from vla_platform.stack.roles import ROLES
 from vla_platform.stack.servers import redis_binary
+from vla_storage.names import check_id
 
 
 def compose(repository: Path) -> dict[str, Any]:
@@ -29,6 +33,14 @@ def queues_of(command: list[str]) -> set[str]:
         if flag in command:
             return set(command[command.index(flag) + 1].split(","))
     return set()
+
+
+def charted(repository: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The documents that the chart becomes as `demo`."""
+    helm = pytest.importorskip("helm_python")
+    with helm.Chart.load(str(repository / "deploy/helm/vla-platform")) as chart:
+        rendered = chart.render(values, name="demo", namespace="vla")
+    return [one for text in rendered.values() for one in yaml.safe_load_all(text) if one]
 
 
 def stack_queues() -> set[str]:
@@ -52,7 +64,7 @@ def test_compose_starts_every_role_with_its_queues(repository: Path) -> None:
     services = compose(repository)["services"]
     assert {role.name for role in ROLES} <= set(services)
     served = {queue for one in services.values() for queue in queues_of(one.get("command", []))}
-    host = set(environment_queues("tabletop", "env-tabletop"))
+    host = set(environment_queues("tabletop"))
     assert served == stack_queues() | host
     known = {f"VLA_{name.upper()}" for name in Settings.model_fields}
     for service in services.values():
@@ -75,12 +87,29 @@ def test_every_variable_that_compose_asks_for_is_in_the_example(repository: Path
     assert asked == {line.partition("=")[0] for line in example.splitlines()}
 
 
+def hosts_of(command: list[str], machines: tuple[str, ...]) -> set[str]:
+    """What environment hosts of one command on these machines (pods, containers) are called."""
+    (name,) = [command[at + 1] for at, part in enumerate(command) if part in ("-n", "--hostname")]
+    return {check_id("host", host_id_of(host_format(name, host=one))) for one in machines}
+
+
+def test_replicas_of_an_environment_host_have_names_of_their_own(repository: Path) -> None:
+    """They would take each other's calls."""
+    machines = ("demo-env-tabletop-5d8f-abcde", "demo-env-tabletop-5d8f-fghij")
+    services = compose(repository)["services"].values()
+    commands = [one["command"] for one in services if "VLA_HARNESS" in one.get("environment", {})]
+    commands += [
+        one["spec"]["template"]["spec"]["containers"][0]["args"]
+        for one in charted(repository, {})
+        if one["metadata"]["name"].startswith("demo-env-")
+    ]
+    assert [len(hosts_of(command, machines)) for command in commands] == [2, 2]
+
+
 @pytest.mark.parametrize("changes", [{}, {"autoscaling": True}, {"off": True}])
 def test_the_chart_renders_to_valid_kubernetes(repository: Path, changes: dict[str, bool]) -> None:
     """Rendered by Helm's own engine, checked against Kubernetes' own schemas."""
-    helm = pytest.importorskip("helm_python")
     validate = pytest.importorskip("kubernetes_validate")
-    folder = repository / "deploy/helm/vla-platform"
     values: dict[str, Any] = {
         "s3": {"endpoint": "http://s3:8333"},
         "settings": {"VLA_DEVICE": "cuda"},
@@ -89,11 +118,7 @@ def test_the_chart_renders_to_valid_kubernetes(repository: Path, changes: dict[s
         values["workers"] = {"training": {"autoscaling": {"enabled": True}}}
     if changes.get("off"):
         values |= {name: {"enabled": False} for name in ("flower", "page", "metrics")}
-    with helm.Chart.load(str(folder)) as chart:
-        rendered = chart.render(values, name="demo", namespace="vla")
-    documents = [
-        one for text in rendered.values() for one in yaml.safe_load_all(text) if one is not None
-    ]
+    documents = charted(repository, values)
     kinds = [one["kind"] for one in documents]
     for one in documents:
         if not one["apiVersion"].startswith("keda.sh"):
@@ -107,7 +132,35 @@ def test_the_chart_renders_to_valid_kubernetes(repository: Path, changes: dict[s
         (container,) = one["spec"]["template"]["spec"]["containers"]
         served |= queues_of(container["args"])
         assert {variable["name"] for variable in container["env"]} <= known
-    assert served == stack_queues() | set(environment_queues("tabletop", "env-tabletop"))
+    assert served == stack_queues() | set(environment_queues("tabletop"))
+
+
+@pytest.mark.parametrize("harness", sorted(RECIPES))
+def test_an_image_of_a_harness_has_all_that_its_environment_has(
+    repository: Path, tmp_path: Path, harness: str
+) -> None:
+    """What the Dockerfile runs, but for the installers that it starts, on a bare Python."""
+    text = (repository / "deploy/images/harness.Dockerfile").read_text()
+    (code,) = re.findall(r'python -c "(.*)"', text)
+    code = code.replace("${HARNESS}", harness).replace("/opt/vla", str(tmp_path / "opt"))
+    for package, folder in (("vla_platform", "platform"), ("vla_storage", "storage")):
+        (tmp_path / package).symlink_to(repository / folder)
+    only_say = (
+        f"import subprocess, sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "subprocess.run = lambda command, **_: ("
+        "print(*command), subprocess.CompletedProcess(command, 0, ''))[1]; "
+    )
+    done = subprocess.run(
+        (sys.executable, "-I", "-S", "-c", only_say + code),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    recipe = RECIPES[harness]
+    wanted = [recipe.system_script.name, *(lock.name for lock in recipe.locks)]
+    wanted += [TORCH] if recipe.torch else []
+    commands = [line.split("/")[-1].split()[-1] for line in done.stdout.splitlines() if "/" in line]
+    assert set(wanted) <= set(commands)
+    assert "PATH=/opt/vla/envs/${HARNESS}/bin:" in text
 
 
 @pytest.mark.services

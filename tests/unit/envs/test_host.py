@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from vla_platform.envs.groups import SessionGroup
 from vla_platform.envs.host import EnvironmentHost
 from vla_platform.envs.runner_pool import Isolation
 from vla_platform.envs.sessions import EnvironmentRequest
+from vla_platform.envs.worker import limits_of
 from vla_platform.errors import (
     DataError,
     NotFoundError,
@@ -26,6 +28,7 @@ from vla_platform.errors import (
     SpecError,
     UnavailableError,
 )
+from vla_platform.settings import Settings
 from vla_storage.errors import CodedError
 
 MakeHost = Callable[..., EnvironmentHost]
@@ -41,6 +44,23 @@ def opened(
     isolation: Isolation = Isolation.THREAD,
 ) -> str:
     return host.call(host.open(tenant, request, isolation=isolation)).result(60)[0]
+
+
+def test_no_session_is_isolated_less_than_the_host_says(
+    make_host: MakeHost, faulty: Request
+) -> None:
+    """Rollouts ask for what the tenant's spec says, evaluations and remote sessions for nothing."""
+    settings = Settings(
+        redis_url="redis://", payload_url="redis://", signing_key_file=Path("key"),
+        env_isolation="shared", env_processes=1,
+    )  # fmt: skip
+    host = make_host(**vars(limits_of(settings)))
+    children = []
+    for asked in Isolation:
+        opened(host, faulty(), isolation=asked)
+        found = [one for one in psutil.Process().children() if "child" in str(one.cmdline())]
+        children.append(len(found))
+    assert children == [1, 1, 2]  # one that two share, and one of its own
 
 
 @pytest.mark.parametrize("isolation", [Isolation.THREAD, Isolation.SHARED])

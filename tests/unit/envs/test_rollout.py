@@ -346,8 +346,3 @@ def test_rollouts_of_two_tenants_share_a_host(make_host: MakeHost) -> None:
         rows = payloads.get("p1", tenant)
         assert {mark} == set(rows["state"][:, 0].tolist())
         assert {mark} == set(rows["images"][:, 0, 0, 0, 0].tolist())
-
-
-def test_a_config_survives_its_queue() -> None:
-    asked = config(env_options={"length": 6}, group_size=4)
-    assert asked == RolloutConfig.from_dict(asked.to_dict())

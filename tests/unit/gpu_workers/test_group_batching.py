@@ -242,14 +242,6 @@ def test_a_request_larger_than_a_batch_is_cut():
     assert sizes == [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 19), (1, 0, 1)]]
 
 
-def test_withdraw_gives_everything_back_in_order():
-    batching = policy()
-    for name, lane in enumerate("bab"):
-        batching.offer(Request(name, lane=lane), float(name))
-    assert [request.name for request in batching.withdraw()] == [0, 1, 2]
-    assert 0 == len(batching) == batching.num_samples
-
-
 @pytest.mark.parametrize(("samples", "wait"), [(0, 0.1), (1, -1.0)])
 def test_senseless_limits_are_refused(samples: int, wait: float):
     with pytest.raises(ValueError, match="sample"):

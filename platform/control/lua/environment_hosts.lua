@@ -29,9 +29,9 @@ if operation == 'announce' then
 end
 
 if operation == 'assign' then
-    -- The live host with the fewest instances in flight and room for so many more, or nothing.
+    -- The live host with the fewest instances in flight and room for one more, or nothing.
     -- With a tenant: 'quota' where its instances on all live hosts would be more than it may have.
-    local harness, count, tenant = ARGV[2], tonumber(ARGV[3]), ARGV[4]
+    local harness, tenant = ARGV[2], ARGV[3]
     local now, chosen, fewest, theirs = now_ms(), false, nil, 0
     local ids = redis.call('SMEMBERS', 'vla:env:hosts:' .. harness)
     table.sort(ids)
@@ -43,21 +43,21 @@ if operation == 'assign' then
         elseif tonumber(host[1]) > now then
             theirs = theirs + tonumber(redis.call('HGET', 'vla:env:tenants:' .. id, tenant) or 0)
             local carried = tonumber(host[2])
-            if host[4] == '1' and carried + count <= tonumber(host[3])
+            if host[4] == '1' and carried < tonumber(host[3])
                 and (fewest == nil or carried < fewest) then
                 chosen, fewest = id, carried
             end
         end
     end
-    if tenant ~= '' and theirs + count > tonumber(ARGV[5]) then
+    if tenant ~= '' and theirs >= tonumber(ARGV[4]) then
         return {'quota', theirs}
     end
     if not chosen then
         return {'full'}
     end
-    redis.call('HINCRBY', 'vla:env:host:' .. chosen, 'in_flight', count)
+    redis.call('HINCRBY', 'vla:env:host:' .. chosen, 'in_flight', 1)
     if tenant ~= '' then
-        redis.call('HINCRBY', 'vla:env:tenants:' .. chosen, tenant, count)
+        redis.call('HINCRBY', 'vla:env:tenants:' .. chosen, tenant, 1)
     end
     return {'host', chosen}
 end
