@@ -61,13 +61,14 @@ def kept_alive(
 
 @contextmanager
 def given_back(ledger: Ledger, job: TrainingJob) -> Iterator[None]:
-    """A service that is down, or full, is not the job's fault: it goes back uncounted."""
+    """A service that is down, or full, is not the job's fault: it goes back uncounted, and comes
+    again after a while, so that who waits for one tenant's storage holds up nobody else."""
     try:
         yield
     except CodedError as error:
         if error.retryable:
             with suppress(CodedError):  # else it goes back when its lease runs out
-                ledger.release(job)
+                ledger.release(job, backs_off=True)
         raise
 
 

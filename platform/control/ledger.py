@@ -183,9 +183,10 @@ class Ledger:
         """The held job cannot be scored: its spec's `on_failure` happens (`OnUnscored`)."""
         self._call("unscored", job.job_id, job.fence, why)
 
-    def release(self, job: TrainingJob) -> None:
-        """Give a leased job back, uncounted."""
-        self._call("release", job.job_id, job.fence)
+    def release(self, job: TrainingJob, *, backs_off: bool = False) -> None:
+        """Give a held job back, uncounted. With `backs_off` nobody gets it for a second, and for
+        twice as long each time, up to five minutes."""
+        self._call("release", job.job_id, job.fence, int(backs_off))
 
     def leave(self, worker: str, policy_key: str = "") -> int:
         """Give back every slot of a worker, or that of one policy; returns how many."""

@@ -356,8 +356,7 @@ class TrainingRunner:
         _log.warning("action=job_postponed job=%s reason=%s", job.job_id, error)
         self._policies.forget(job.policy_key)
         with contextlib.suppress(LedgerError):
-            self._services.ledger.release(job)
-        self._stopping.wait(1.0)
+            self._services.ledger.release(job, backs_off=True)
 
     def _beat(self) -> None:
         lease_s = self._services.settings.lease_s

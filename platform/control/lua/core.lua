@@ -40,6 +40,7 @@ local RETENTION_S = 24 * 3600
 local LOG_RETENTION_S = 7 * 24 * 3600
 local PRIORITY_STEP = 1e12
 local MOST_ATTEMPTS = 3
+local MOST_BACKOFF_MS = 300000
 
 local function now_ms()
   local t = redis.call('TIME')

@@ -270,17 +270,25 @@ local function complete(_, args)
     through = through(w, position, step)})
 end
 
--- release(job, fence): leased -> ready, computing_<stage> -> needs_<stage>, reserved -> the next
--- producer's, unharmed: a service is down or the worker stops in order. The lease is not counted.
+-- How long a job stays away that goes back for the n-th time because a service is down: where only
+-- its own tenant's object or quota is the trouble, the others' work goes on meanwhile.
+local function backoff_ms(key)
+  return math.min(MOST_BACKOFF_MS, 1000 * 2 ^ (redis.call('HINCRBY', key, 'postponed', 1) - 1))
+end
+
+-- release(job, fence, backs_off): leased -> ready, computing_<stage> -> needs_<stage>, reserved -> the
+-- next producer's, unharmed: a service is down or the worker stops in order. The lease is not
+-- counted. With `backs_off` it is nobody's lease for a while first.
 local function release(_, args)
-  local job_id = args[1]
+  local job_id, backs_off = args[1], args[3] == '1'
   local key = 'vla:j:' .. job_id
   local j = job_of(job_id)
   if j.fence ~= args[2] or terminal(j.lifecycle, j.state) then return refuse('LEASE_LOST', job_id) end
   if j.state == 'reserved' and j.lease_expires ~= '0' then
+    local until_ms = backs_off and now_ms() + backoff_ms(key) or 0
     redis.call('HSET', key, 'lease_expires', 0)
     redis.call('HINCRBY', key, 'attempt', -1)
-    redis.call('ZADD', 'vla:w:' .. j.workload .. ':jobs', 0, job_id)
+    redis.call('ZADD', 'vla:w:' .. j.workload .. ':jobs', until_ms, job_id)
     unlist(job_id, j)
     return 1
   end
@@ -288,13 +296,19 @@ local function release(_, args)
   redis.call('HSET', key, 'lease_owner', '', 'lease_expires', 0)
   redis.call('ZREM', 'vla:leases', job_id)
   if j.state == 'leased' then
-    redis.call('HSET', key, 'state', 'ready')
     redis.call('HINCRBY', 'vla:w:' .. j.workload .. ':attempts', j.position, -1)
+  else
+    redis.call('HINCRBY', key, 'attempt', -1)
+  end
+  if backs_off then
+    redis.call('HINCRBY', key, 'fence', 1)
+    redis.call('ZADD', 'vla:leases', now_ms() + backoff_ms(key), job_id) -- `expire` puts it back
+  elseif j.state == 'leased' then
+    redis.call('HSET', key, 'state', 'ready')
     enqueue(job_id)
   else
     local stage = string.sub(j.state, #'computing_' + 1)
     redis.call('HSET', key, 'state', 'needs_' .. stage)
-    redis.call('HINCRBY', key, 'attempt', -1)
     redis.call('ZADD', stage_key(stage, stage_place(stage, j)), rank(j, j.created_seq), job_id)
   end
   return 1

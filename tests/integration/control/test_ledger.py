@@ -514,3 +514,29 @@ def test_a_policy_is_served_by_the_base_model_of_what_is_published(ledger: Ledge
     assert ledger.base_model_of("a", "p") == BASE
     ledger.publish_version("a/p", 2, base_model="other")
     assert ledger.base_model_of("a", "p") == "other"
+
+
+def test_a_job_that_cannot_go_on_leaves_the_worker_to_others(ledger: Ledger):
+    """Its checkpoint cannot be read, or its tenant's quota is full: it comes back, less and less
+    often, and uncounted."""
+    start(ledger, "stuck", tenant="b", policy="stuck", priority=9)
+    produce(ledger, "stuck")
+    (job,) = lease(ledger)
+    ledger.release(job, backs_off=True)
+    assert lease(ledger) == []
+    start(ledger, "other")
+    produce(ledger, "other")
+    (other,) = lease(ledger)
+    assert other.workload == "other"
+    with pytest.raises(LeaseLostError):
+        ledger.renew(job, lease_s=1)
+    waits = []
+    for _ in range(12):
+        waits.append(ledger.client.zscore("vla:leases", job.job_id) / 1000 - time.time())
+        ledger.client.zadd("vla:leases", {job.job_id: 1})
+        ledger.due()
+        (job,) = lease(ledger)
+        assert (job.workload, job.attempt) == ("stuck", 1)
+        ledger.release(job, backs_off=True)
+    assert [round(wait) for wait in waits[:9]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert max(waits) < 301
