@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import operator
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ from typing import Any, Self
 from vla_platform.client.observations import Bytes, SessionFrames, bytes_of
 from vla_platform.envs.base import Observation
 from vla_platform.errors import (
+    DataError,
     DeadlineError,
     HistoryLostError,
     ModuleLoadError,
@@ -38,6 +40,7 @@ from vla_platform.inference.channel.base import RequestSender
 from vla_platform.inference.channel.redis_streams import RedisStreamsSender, open_client
 from vla_platform.inference.frames import pack_requests, unpack_answers
 from vla_platform.inference.protocol import (
+    MAX_TIMEOUT_S,
     Answer,
     Prediction,
     PredictRequest,
@@ -50,6 +53,10 @@ RESEND_S = 2.0  # an answer that takes longer is asked for again
 RETRY_S = 0.2  # after the broker did not take a frame
 POLL_S = 0.1
 MAX_TOGETHER = 16  # requests of one frame: the worker reads the first while the next are written
+OPTIONS = (
+    "version", "signature", "sample", "seed", "return_values", "return_log_probs",
+    "return_features", "session", "step", "history",
+)  # fmt: skip
 INLINE_S = 60.0  # how long a worker on another host is remembered
 
 _log = logging.getLogger(__name__)
@@ -218,6 +225,16 @@ class InferenceProxy(Closing):
     ) -> None:
         if self._closed:
             raise UnavailableError("the inference proxy is closed")
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise DataError(
+                f"a timeout is above 0 and at most {MAX_TIMEOUT_S:g} s, not {timeout_s}",
+                column="timeout_s",
+            )
+        if unknown := options.keys() - OPTIONS:
+            raise DataError(
+                f"predict has no option {', '.join(sorted(unknown))}; it has {', '.join(OPTIONS)}",
+                column=min(unknown),
+            )
         rows = [observations] if isinstance(observations, Observation) else list(observations)
         shape, parts = bytes_of(rows)
         options = dict(options)
@@ -232,7 +249,8 @@ class InferenceProxy(Closing):
         request = PredictRequest(
             request_id=f"{self.client_id[:12]}-{next(self._numbers)}",
             policy=policy,
-            version=options.pop("version", None),
+            version=_whole(options.pop("version", None), "version", or_text=True),
+            seed=_whole(options.pop("seed", None), "seed"),
             tasks=tuple(row.task for row in rows),
             row=shape,
             timeout_s=timeout_s,
@@ -442,6 +460,16 @@ class InferenceProxy(Closing):
             # One wake-up of the loop for all answers that came together.
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_resolve_all, members)
+
+
+def _whole(value: Any, name: str, *, or_text: bool = False) -> Any:
+    """Numbers as numpy has them too."""
+    if value is None or (or_text and isinstance(value, str)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise DataError(f"{name} cannot be {value!r:.80}", column=name) from error
 
 
 def _resolve_all(members: list[tuple[_Call, Prediction | Exception]]) -> None:

@@ -53,9 +53,14 @@ def bytes_of(rows: Sequence[Observation]) -> tuple[RowShape, list[Bytes]]:
     shape: RowShape | None = None
     parts: list[Bytes] = []
     for row in rows:
+        if not isinstance(row, Observation) or not isinstance(row.task, str):
+            raise DataError(
+                "an observation is an `Observation(images, state, task)`, its task a text",
+                column="observations",
+            )
         cameras = []
         for name, image in row.images.items():
-            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
                 raise DataError(
                     f"the picture of {name} is {image.dtype} {image.shape}, "
                     "not uint8 (height, width, 3)",

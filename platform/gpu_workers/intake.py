@@ -68,8 +68,17 @@ class Intake:
         self._loading: Counter[str] = Counter()  # requests that wait for a module, by tenant
 
     def take(self, delivery: Delivery) -> None:
+        """Whatever is wrong with a delivery ends that one only."""
         if self._requests.holds(delivery):
             return
+        try:
+            self._take(delivery)
+        except Exception as error:
+            _log.exception("action=delivery_failed tenant=%s", delivery.tenant)
+            self._requests.forget(delivery)
+            self._bury(delivery, f"it could not be taken: {error!r:.200}")
+
+    def _take(self, delivery: Delivery) -> None:
         try:
             frame = unpack_requests(delivery.frame)
         except CodedError as error:

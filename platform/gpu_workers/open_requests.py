@@ -52,6 +52,14 @@ class OpenRequests:
             for delivery in deliveries:
                 self._deliveries.pop(delivery.tag, None)
 
+    def forget(self, delivery: Delivery) -> None:
+        """It is set aside, with all that it held."""
+        with self._lock:
+            self._deliveries.pop(delivery.tag, None)
+            for key, item in list(self._items.items()):
+                if item.opened.delivery is delivery:
+                    del self._items[key]
+
     def before(self, since: float) -> list[Delivery]:
         """Those that were taken before then."""
         with self._lock:

@@ -21,6 +21,7 @@ import mmap
 import os
 import re
 import secrets
+import stat
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -229,9 +230,13 @@ class ArenaReader:
         if not _NAME.fullmatch(name):
             raise PixelsUnreachableError("not the name of an arena")
         try:
-            file = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait
+            file = os.open(self._folder / name, flags)
         except OSError as error:
             raise PixelsUnreachableError(f"no arena {name} on this host") from error
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise PixelsUnreachableError(f"{name} is not an arena")
         stride = int.from_bytes(os.pread(file, 8, 8), "little")
         if stride <= _ALIGNMENT:
             os.close(file)

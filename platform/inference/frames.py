@@ -20,6 +20,7 @@ from vla_platform.inference.protocol import ARRAYS, CLIENT_ID, Answer, Predictio
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_HEAD_BYTES = 4 << 20
+MAX_FRAME_REQUESTS = 1024
 _LENGTH = 4
 
 Bytes = bytes | bytearray | memoryview
@@ -78,6 +79,8 @@ def unpack_requests(frame: Bytes) -> RequestFrame:
         raise RequestError("a frame without a client")
     if not isinstance(arena, str | None) or not isinstance(requests, list):
         raise RequestError("a frame without requests")
+    if len(requests) > MAX_FRAME_REQUESTS:
+        raise RequestError(f"a frame has at most {MAX_FRAME_REQUESTS} requests")
     return RequestFrame(client=client, arena=arena, requests=tuple(requests), body=body)
 
 

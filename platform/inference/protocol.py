@@ -22,6 +22,7 @@ from vla_platform.errors import DataError, RequestError
 MAX_ROWS = 4096
 MAX_REQUEST_BYTES = 256 << 20
 MAX_SESSION_FRAMES = 16
+MAX_TIMEOUT_S = 86_400.0
 CLIENT_ID = re.compile(r"[0-9a-f]{32}")
 _REQUEST_ID = re.compile(r"[0-9a-zA-Z_.-]{1,64}")
 
@@ -114,13 +115,15 @@ class PredictRequest:
             cameras, state_dim = fields["row"]
             fields["row"] = _row_shape(tuple(map(tuple, cameras)), state_dim)
             fields["tasks"] = tuple(_text(task) for task in fields["tasks"])
-            fields["place"] = tuple(int(number) for number in fields["place"])
+            fields["place"] = tuple(_place(number) for number in fields["place"])
             session = fields.get("session")
             fields["session"] = None if session is None else SessionStep(**session)
             request = cls(**fields)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            request._check()
+        except RequestError:
+            raise
+        except Exception as error:  # anybody may have written it, and with anything in it
             raise RequestError(f"not a request: {error!r:.200}") from error
-        request._check()
         return request
 
     def _check(self) -> None:
@@ -131,15 +134,19 @@ class PredictRequest:
             raise RequestError(f"a request has 1 to {MAX_ROWS} rows with a picture each")
         if self.size_bytes > MAX_REQUEST_BYTES:
             raise RequestError(f"a request has at most {MAX_REQUEST_BYTES} bytes")
-        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
-            raise RequestError("a request without a timeout")
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise RequestError(f"a timeout is above 0 and at most {MAX_TIMEOUT_S:g} s")
         if isinstance(self.version, bool) or not isinstance(self.version, int | str | None):
             raise RequestError("a version is a number or a checkpoint id")
+        if not (self.seed is None or type(self.seed) is int) or not (
+            isinstance(self.signature, str | None)
+        ):
+            raise RequestError("a seed is a whole number, a signature is text")
         step = self.session
         if step is not None and not (
             self.num_rows == 1
             and isinstance(step.session, str)
-            and isinstance(step.step, int)
+            and all(type(one) is int for one in (step.step, step.num_frames, step.history))
             and 1 <= step.num_frames <= step.history <= MAX_SESSION_FRAMES
         ):
             raise RequestError(
@@ -198,7 +205,7 @@ class Answer:
 def _row_shape(cameras: tuple[tuple[Any, ...], ...], state_dim: Any) -> RowShape:
     """Requests come by the thousand in a few shapes."""
     return RowShape(
-        cameras=tuple((_text(n), _count(h), _count(w)) for n, h, w in cameras),
+        cameras=tuple((_text(n), _side(h), _side(w)) for n, h, w in cameras),
         state_dim=_count(state_dim),
     )
 
@@ -212,6 +219,18 @@ def _text(value: Any) -> str:
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= 1 << 20:
         raise ValueError(f"{value!r:.40} is not a size")
+    return value
+
+
+def _side(value: Any) -> int:
+    if _count(value) < 1:
+        raise ValueError("a picture without pixels")
+    return int(value)
+
+
+def _place(value: Any) -> int:
+    if type(value) is not int or not -1 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.40} is not a place")
     return value
 
 

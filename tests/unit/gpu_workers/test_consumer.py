@@ -228,6 +228,15 @@ def test_unknown_policies_and_bad_observations_are_typed_errors_at_once(bench: B
     nan = Observation({"top": np.zeros((4, 4, 3), np.uint8)}, np.float32([np.nan]), "x")
     with pytest.raises(DataError, match="finite"):
         bench.proxy.predict(nan, tenant="a", policy="reach")
+    empty = Observation({"top": np.zeros((0, 0, 3), np.uint8)}, np.zeros(1, np.float32), "x")
+    nameless = Observation({"top": np.zeros((4, 4, 3), np.uint8)}, np.zeros(1, np.float32), b"x")  # type: ignore[arg-type]
+    for wrong in (empty, nameless, {"images": {}}):
+        with pytest.raises(DataError):
+            bench.proxy.predict(wrong, tenant="a", policy="reach")  # type: ignore[arg-type]
+    for options in ({"timeout_s": np.nan}, {"timeout_s": np.inf}, {"sampel": True}, {"seed": 1.5}):
+        with pytest.raises(DataError):
+            bench.predict(1, **options)
+    assert bench.predict(1, version=np.int64(2), seed=np.int64(3)).actions[0, 0, 0] == 1.0
     grey = Observation({"top": np.zeros((4, 4), np.uint8)}, np.zeros(1, np.float32), "x")
     with pytest.raises(DataError, match="uint8"):
         bench.proxy.predict(grey, tenant="a", policy="reach")
@@ -466,6 +475,26 @@ def test_a_worker_that_loses_a_thread_ends(bench: Bench):
     consumer.start()
     assert ended.wait(20)
     consumer.stop(grace_s=1.0)
+
+
+def test_a_delivery_that_trips_the_worker_ends_nothing_else(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever nobody thought of, in whatever part of it."""
+    ended = threading.Event()
+    consumer = bench.start(on_hang=ended.set)
+    take = consumer._intake._take
+
+    def trips(delivery: Any) -> None:
+        if delivery.tenant == "evil":
+            raise OverflowError("cannot convert float infinity to integer")
+        take(delivery)
+
+    monkeypatch.setattr(consumer._intake, "_take", trips)
+    MemorySender(bench.broker, "f" * 32).send("evil", "base", b"anything")
+    assert bench.predict(1).actions[0, 0, 0] == 1.0
+    wait_until(lambda: len(bench.broker.dead) == 1)
+    assert not ended.is_set()
 
 
 def test_rubbish_on_the_stream_is_buried_and_serving_goes_on(bench: Bench):

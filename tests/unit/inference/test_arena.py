@@ -188,3 +188,10 @@ def test_a_reader_holds_no_more_files_than_it_may(tmp_path: Path):
     for arena in arenas:
         arena.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_pipe_with_an_arenas_name_holds_up_nobody(tmp_path: Path):
+    name = f"vla-infer-{'0' * 32}"
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(PixelsUnreachableError):
+        ArenaReader(folder=tmp_path).view(name, 0, 2, 10)

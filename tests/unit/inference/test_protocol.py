@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vla_platform.errors import NotFoundError, RequestError
 from vla_platform.inference import protocol
 from vla_platform.inference.frames import (
+    MAX_FRAME_REQUESTS,
     pack_answers,
     pack_requests,
     unpack_answers,
@@ -142,6 +143,15 @@ def test_answers_alike_travel_together_and_part_again():
         {"version": 1.5},
         {"place": (1,)},
         {"unknown": 1},
+        {"place": (float("inf"), -1)},
+        {"place": (0, 10**30)},
+        {"timeout_s": 10**400},
+        {"timeout_s": float("nan")},
+        {"seed": [1]},
+        {"signature": 5},
+        {"row": [[["top", 0, 0]], 0]},
+        {"session": {"session": "e", "step": 0, "history": 4, "num_frames": "1"}},
+        {"session": {"session": "e", "step": 0, "history": None}},
         {"session": {"session": "e", "step": 0, "history": 99}},
         {"tasks": ("a",) * (protocol.MAX_ROWS + 1)},
     ],
@@ -149,6 +159,11 @@ def test_answers_alike_travel_together_and_part_again():
 def test_what_no_client_of_ours_sends_is_refused(changes):
     with pytest.raises(RequestError):
         PredictRequest.from_dict(request().to_dict() | changes)
+
+
+def test_a_frame_of_very_many_requests_is_refused():
+    with pytest.raises(RequestError, match="at most"):
+        unpack_requests(pack_requests("0" * 32, None, [{}] * (MAX_FRAME_REQUESTS + 1)))
 
 
 @given(st.binary(max_size=200))
