@@ -143,6 +143,8 @@ end
 local function fall_back(_, args)
   local w = hash('vla:w:' .. args[1])
   if (w.state ~= 'running' and w.state ~= 'paused') or not is_stranded(w) then return 0 end
+  -- Who had the slot may come to life with an upload of what is redone from here on.
+  redis.call('HINCRBY', 'vla:policy:' .. w.policy_key, 'slot_fence', 1)
   go_back(args[1], w, tonumber(w.durable_position), tonumber(w.durable_step))
   return 1
 end

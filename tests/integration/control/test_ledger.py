@@ -540,3 +540,15 @@ def test_a_job_that_cannot_go_on_leaves_the_worker_to_others(ledger: Ledger):
         ledger.release(job, backs_off=True)
     assert [round(wait) for wait in waits[:9]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert max(waits) < 301
+
+
+def test_whoever_lost_its_slot_to_a_fall_back_owns_it_no_more(ledger: Ledger):
+    """A worker that was stopped goes on, with the upload of a step that is redone meanwhile."""
+    start(ledger, "r", positions=1)
+    produce(ledger, "r")
+    (job,) = lease(ledger)
+    step(ledger, job)
+    assert ledger.owns_slot(job)
+    ledger.leave("w1")
+    assert ledger.fall_back("r")
+    assert not ledger.owns_slot(job)
