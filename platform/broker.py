@@ -50,6 +50,7 @@ INGRESS_TASKS = {
     "ingress.submit_batch": {"request_id", "run", "job_id", "fence", "samples"},
     "ingress.open_environment": {"request_id", "environment"},
     "ingress.change_checkpoints": {"request_id", "change"},
+    "ingress.evaluate": {"request_id", "evaluation"},
     "ingress.schedule": {"request_id", "schedule"},
     "ingress.change_schedule": {"request_id", "name", "change"},
 }

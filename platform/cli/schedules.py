@@ -18,7 +18,7 @@ from vla_platform.control.trends import Point, compare, latest_change
 from vla_platform.errors import SpecError
 
 app = typer.Typer(no_args_is_help=True, help="Evaluations by cron.")
-evaluations = typer.Typer(no_args_is_help=True, help="What evaluations found.")
+evaluations = typer.Typer(no_args_is_help=True, help="Evaluations once, and what all found.")
 
 Name = Annotated[str, typer.Argument(help="the schedule's name")]
 
@@ -63,12 +63,7 @@ def add(
     format: Format = "table",
 ) -> None:
     """Show when it would fire, then make it."""
-    try:
-        spec = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"{file}: {error}", problems=[]) from error
-    if not isinstance(spec, dict):
-        raise SpecError(f"{file}: an evaluation is a mapping of fields", problems=[])
+    spec = _read(file)
     given = {"name": name, "cron": cron, "timezone": timezone, "overlap": overlap, "missed": missed}
     with connect(url) as platform:
         schedule = platform.check_schedule(spec, **given)
@@ -109,6 +104,30 @@ def remove(name: Name, url: Url = "", format: Format = "table") -> None:
 def _change(name: str, what: str, url: str, format: str) -> None:
     with connect(url) as platform:
         row = platform.change_schedule(name, what)
+    emit(row, format, table_of([row]))
+
+
+@evaluations.command("run")
+def run_once(
+    file: Annotated[Path, typer.Argument(help="an evaluation spec in YAML or JSON")],
+    watch: Annotated[bool, typer.Option("--watch", help="wait for its result")] = False,
+    url: Url = "",
+    format: Format = "table",
+) -> None:
+    """Evaluate a policy once, now."""
+    with connect(url) as platform:
+        begun = platform.evaluate(_read(file))
+        row: dict[str, Any] = {
+            "evaluation": begun.evaluation_id,
+            "policy_version": begun.policy_version,
+            "episodes": begun.num_episodes,
+        }
+        if watch:
+            record = begun.result()
+            row |= {
+                "success_rate": round(record.success_rate, 4),
+                "interval": f"{record.interval_low:.3f} to {record.interval_high:.3f}",
+            }
     emit(row, format, table_of([row]))
 
 
@@ -184,6 +203,16 @@ def compare_two(
         "regression": change.is_regression,
     }
     emit(row, format, table_of([row]))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        spec = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"{file}: {error}", problems=[]) from error
+    if not isinstance(spec, dict):
+        raise SpecError(f"{file}: an evaluation is a mapping of fields", problems=[])
+    return spec
 
 
 def _row(point: Point) -> dict[str, Any]:

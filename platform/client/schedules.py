@@ -1,12 +1,15 @@
-"""A tenant's evaluations by cron, and what they found."""
+"""A tenant's evaluations, once or by cron, and what they found."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vla_platform.client.connection import Connection, answers
+from vla_platform.control.evaluation_jobs import parse_evaluation
 from vla_platform.control.schedule_policy import ScheduleState
 from vla_platform.control.schedule_states import parse_schedule, state_key
 from vla_platform.control.schedules import firing_table
@@ -23,6 +26,30 @@ class Scheduled:
 
     name: str
     next: tuple[str, ...]  # coming firings in its zone, ISO 8601 with offset
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One that is under way, or over."""
+
+    evaluation_id: str
+    policy_version: int
+    num_episodes: int
+    _record: Callable[[str], EvaluationRecord]
+
+    def result(self, timeout_s: float | None = None, *, poll_s: float = 1.0) -> EvaluationRecord:
+        """Its record, once it is over. Raises `TimeoutError`: it goes on meanwhile."""
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._record(self.evaluation_id)
+            except NotFoundError:
+                if time.monotonic() > end:
+                    raise TimeoutError(
+                        f"evaluation {self.evaluation_id} is not over after {timeout_s:g} s; it "
+                        "goes on, and `vla evaluations show` will have it"
+                    ) from None
+                time.sleep(poll_s)
 
 
 class ScheduleBook:
@@ -91,6 +118,26 @@ class ScheduleBook:
         )
         return answer
 
+    def evaluate(
+        self, spec: EvaluationSpec | Mapping[str, Any], *, timeout_s: float = 60.0
+    ) -> Evaluation:
+        """Evaluate once, now; returns when the platform has taken it for good.
+
+        Raises `SpecError`, `NotFoundError` (no such policy, or nothing published yet),
+        `QuotaError`, `UnavailableError`.
+        """
+        given = spec.model_dump(mode="json") if isinstance(spec, EvaluationSpec) else dict(spec)
+        checked = parse_evaluation(canonical_json(given))
+        answer = self._connection.call(
+            "ingress.evaluate",
+            timeout_s=timeout_s,
+            shown=f"{self.tenant}/{checked.policy} on {checked.suite}",
+            evaluation=canonical_json(checked.model_dump(mode="json")).decode(),
+        )
+        return Evaluation(
+            answer["evaluation"], answer["policy_version"], checked.episodes, self.evaluation
+        )
+
     def evaluations(self, policy: str) -> list[Point]:
         """The policy's finished evaluations, oldest first."""
         return read_trend(self._connection.objects, self.tenant, policy)
@@ -110,4 +157,4 @@ class ScheduleBook:
         return self._connection.objects.get(key)
 
 
-__all__ = ["ScheduleBook", "Scheduled", "firing_table"]
+__all__ = ["Evaluation", "ScheduleBook", "Scheduled", "firing_table"]

@@ -83,7 +83,7 @@ def fire(services: Services, tenant: str, name: str, at: float, *, token: str = 
     client = services.ledger.client
     try:
         spec = load(services, tenant, name).evaluation
-        version, checkpoint = _resolve(services, tenant, spec)
+        version, checkpoint = resolve(services, tenant, spec)
     except (SpecError, ValueError) as error:
         set_aside(services, tenant, name, f"its definition cannot be read: {error}")
         return None
@@ -122,7 +122,7 @@ def fire(services: Services, tenant: str, name: str, at: float, *, token: str = 
     return evaluation_id
 
 
-def _resolve(services: Services, tenant: str, spec: EvaluationSpec) -> tuple[int, str]:
+def resolve(services: Services, tenant: str, spec: EvaluationSpec) -> tuple[int, str]:
     """The version that this evaluation holds on to, and the checkpoint that it is of."""
     if spec.checkpoint is not None:
         manifest = services.checkpoints(tenant).manifest(spec.checkpoint)

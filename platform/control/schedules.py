@@ -51,7 +51,7 @@ def add(services: Services, tenant: str, text: str, *, min_interval_s: float) ->
             f"{min_interval_s:.0f} s",
             problems=[{"field": "cron", "value": schedule.cron, "problem": "too often"}],
         )
-    _check_evaluation(services, tenant, schedule.evaluation)
+    check_evaluation(services, tenant, schedule.evaluation)
     client = services.ledger.client
     content = canonical_json(schedule.model_dump(mode="json"))
     key = schedule_key(tenant, schedule.name)
@@ -69,7 +69,7 @@ def add(services: Services, tenant: str, text: str, *, min_interval_s: float) ->
     return {"schedule": schedule.name, "next": firing_table(schedule)}
 
 
-def _check_evaluation(services: Services, tenant: str, spec: EvaluationSpec) -> None:
+def check_evaluation(services: Services, tenant: str, spec: EvaluationSpec) -> None:
     suite(spec.suite, episodes=spec.episodes, seed=spec.seed, options=spec.options)
     services.ledger.base_model_of(tenant, spec.policy)
     if spec.checkpoint is not None:

@@ -13,6 +13,7 @@ from vla_platform.broker import INGRESS_PREFIX, tenant_of
 from vla_platform.control import (
     checkpoint_changes,
     environments,
+    evaluation_jobs,
     explanation,
     recovery,
     requests,
@@ -110,6 +111,16 @@ def change_checkpoints(self: Task, request_id: str, change: str) -> None:
         self,
         request_id,
         lambda tenant: checkpoint_changes.change(services(), tenant, change),
+        once=True,
+    )
+
+
+@shared_task(name="ingress.evaluate", bind=True)
+def evaluate(self: Task, request_id: str, evaluation: str) -> None:
+    _answer(
+        self,
+        request_id,
+        lambda tenant: evaluation_jobs.evaluate(services(), tenant, evaluation, request_id),
         once=True,
     )
 

@@ -53,6 +53,9 @@ def test_a_run_is_evaluated_audited_counted_and_limited(stack: Stack) -> None:
         wait_until(lambda: platform.evaluations(POLICY))
         record = platform.evaluation(started["evaluation"])
         assert (record.policy_version, record.num_episodes) == (4, 2)
+        once = platform.evaluate({**evaluation, "videos": 0}).result(timeout_s=200)
+        assert (once.policy_version, once.num_episodes) == (4, 2)
+        assert once.success_rate == record.success_rate  # the same version, scenes and seeds
         (state,) = platform.schedules()
         wait_until(lambda: not platform.schedules()[0].running)
         assert (state.num_fired, state.num_failed) == (1, 0)

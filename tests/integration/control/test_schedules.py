@@ -14,12 +14,12 @@ import pytest
 from celery import Celery
 
 from tests.integration.conftest import Process
-from vla_platform.control import schedule_firings, schedules, settlement
+from vla_platform.control import evaluation_jobs, schedule_firings, schedules, settlement
 from vla_platform.control.beat import IsolatedEntry, Scheduler
 from vla_platform.control.evaluations import Outstanding
 from vla_platform.control.schedule_policy import ScheduleState
 from vla_platform.control.schedule_states import set_aside
-from vla_platform.errors import ConflictError, NotFoundError, SpecError
+from vla_platform.errors import ConflictError, NotFoundError, QuotaError, SpecError
 from vla_platform.specs import canonical_json
 
 pytestmark = pytest.mark.services
@@ -280,3 +280,38 @@ def test_a_lost_redis_gets_its_schedules_back(some: Process, app: Celery) -> Non
     assert state(some).enabled
     assert not state(some, "broken").enabled
     assert json.loads(some.ledger.client.hget("vla:beat:schedule:a:nightly", "definition"))
+
+
+def evaluation(**changes: Any) -> str:
+    return canonical_json(
+        {"policy": "push", "suite": "tabletop/push", "episodes": 4} | changes
+    ).decode()
+
+
+def test_an_evaluation_asked_for_once_begins_once(some: Process) -> None:
+    first = evaluation_jobs.evaluate(some, "a", evaluation(), "request-1")
+    assert evaluation_jobs.evaluate(some, "a", evaluation(), "request-1") == first
+    other = evaluation_jobs.evaluate(some, "a", evaluation(), "request-2")
+    assert first["policy_version"] == 7
+    known = some.ledger.client.hgetall("vla:t:a:evaluations")
+    assert set(known) == {first["evaluation"], other["evaluation"]}
+    schedule_firings.finished(some, "a", first["evaluation"])  # it has no schedule
+    assert set(some.ledger.client.hgetall("vla:t:a:evaluations")) == {other["evaluation"]}
+
+
+def test_an_evaluation_that_cannot_be_leaves_nothing(
+    some: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some.ledger.client.hset("vla:t:a:policies", "unpublished", "tiny")
+    for wrong, error in (
+        ({"suite": "nowhere/at-all"}, SpecError),
+        ({"episodes": 0}, SpecError),
+        ({"policy": "nobodys"}, NotFoundError),
+        ({"policy": "unpublished"}, NotFoundError),
+    ):
+        with pytest.raises(error):
+            evaluation_jobs.evaluate(some, "a", evaluation(**wrong), "request-1")
+    monkeypatch.setattr(evaluation_jobs, "MOST_OUTSTANDING", 0)
+    with pytest.raises(QuotaError):
+        evaluation_jobs.evaluate(some, "a", evaluation(), "request-1")
+    assert not some.ledger.client.exists("vla:t:a:evaluations")
