@@ -143,6 +143,15 @@ def _problem(error: ErrorDetails) -> dict[str, str]:
         near = difflib.get_close_matches(location[-1], [*known_fields(), *_OTHER_NAMES], n=1)
         name = _OTHER_NAMES.get(near[0], near[0]) if near else ""
         hint = f"did you mean {name!r}?" if near else "see `vla check --schema`"
+    if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        expected = error.get("ctx", {}).get("expected_tags")
+        problem = "needs a `kind`" + (f": one of {expected}" if expected else "")
+        given = value.get("kind") if isinstance(value, dict) else None
+        hint = "" if expected else "see `vla check --schema`"
+        if given == "evaluation":
+            hint = "`vla evaluations run` and `vla schedules add` take evaluations"
+        location.append("kind")
+        value = given if given is not None else {}
     if error["type"] == "literal_error" and location[-1:] == ["version"]:
         hint = "client and platform are of different releases: upgrade the older one"
     shown = "" if isinstance(value, (dict, list)) else repr(value)[:80]

@@ -141,3 +141,16 @@ def test_offline_runs_choose_their_checkpoints_and_need_no_environment() -> None
     assert isinstance(again, RLSpec)
     with pytest.raises(SpecError, match="environment is missing"):
         parse_spec(without)
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({}, "needs a `kind`"),
+        ({"kind": "sfft"}, "one of 'sft', 'rl'"),
+        ({"kind": "evaluation", "policy": "p"}, "vla evaluations run"),
+    ],
+)
+def test_what_kinds_of_spec_there_are_is_told(raw: dict[str, str], told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        parse_spec(raw)
