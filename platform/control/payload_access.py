@@ -22,8 +22,7 @@ from vla_storage.payloads.redis_index import load_functions, quota_key
 _COMMANDS = (
     "-@all +@connection -client +client|setinfo +client|setname +client|id +ping +info "
     "+fcall +get +getrange +psetex +unlink +pexpire +pexpireat +exists +pttl +time "
-    "+hget +hset +hdel +hexists +hkeys +hgetall +sadd +smembers "
-    "+xadd +xlen +blmpop +lmpop +del"
+    "+hget +hset +hdel +hexists +hkeys +hgetall +sadd +smembers"
 )
 
 
@@ -31,7 +30,8 @@ def payload_acl_rules(tenant: Tenant) -> list[str]:
     """The colon after the tenant keeps `a` out of `ab` (bad-inputs B05).
 
     Streams are `infer:<base model>:<tenant>`, so the end of the name is the tenant; nobody reads a
-    stream back, and nobody but the owner writes it.
+    stream back, and nobody but the owner writes it. What workers read of all tenants at once has
+    the commands of its one use: a key of another type would stop them for everybody.
     """
     name = tenant.tenant_id
     return [
@@ -39,11 +39,11 @@ def payload_acl_rules(tenant: Tenant) -> list[str]:
         "on",
         f"#{tenant.password_sha256}",
         f"~{name}:payload:*",
-        f"~infer:*:{name}",
-        f"~{name}:infer:*",
         f"%R~{quota_key(name)}",
         "resetchannels",
         *_COMMANDS.split(),
+        f"(+xadd +xlen ~infer:*:{name})",
+        f"(+blmpop +lmpop +del ~{name}:infer:*)",
         *remote_protocol.acl_rules(name),
     ]
 

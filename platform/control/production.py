@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -90,7 +91,9 @@ class Sources:
         self._open: OrderedDict[str, Source] = OrderedDict()
         # Decoded frames by dataset digest and image size, for as long as a source uses them:
         # tenants that train on the same recording decode it once.
-        self._frames: WeakValueDictionary[tuple[str, int], FrameSource] = WeakValueDictionary()
+        self._frames: WeakValueDictionary[tuple[Path, str, int], FrameSource] = (
+            WeakValueDictionary()
+        )
         self._lock = threading.Lock()
         self._opening: dict[str, threading.Lock] = {}
 
@@ -158,7 +161,8 @@ class Sources:
 
     def _shared(self, dataset: LeRobotDataset, image_size: int) -> FrameSource:
         with self._lock:
-            key = (dataset.digest, image_size)
+            # By folder too: another tenant's copy is equal only until that tenant writes into it.
+            key = (dataset.path, dataset.digest, image_size)
             frames = self._frames.get(key)
             if frames is None:
                 frames = FrameSource(

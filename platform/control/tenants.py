@@ -31,30 +31,34 @@ RESERVED = ("platform", "default", "admin")
 
 _COMMANDS = (
     "-@all +@connection -client +client|setinfo +client|setname +client|id +ping +info "
-    "+lpush +llen +brpop +blpop +lrange +sadd +smembers +get +hget +hgetall +hmget "
-    "+exists +type +ttl +xread +xrange +xrevrange +xlen +zrange +zrevrange "
-    "+multi +exec +watch +unwatch"
+    "+multi +exec +unwatch"
+)
+_READS = (
+    "+lrange +llen +smembers +get +hget +hgetall +hmget +exists +type +ttl "
+    "+xread +xrange +xrevrange +xlen +zrange +zrevrange"
 )
 
 
 def acl_rules(tenant: Tenant) -> list[str]:
     """The broker's rules: write one ingress queue, read the own keys, pop the own replies.
 
-    Exact keys and a colon after the tenant keep `a` out of `ab` (bad-inputs B05).
+    Exact keys and a colon after the tenant keep `a` out of `ab` (bad-inputs B05). Each key has the
+    commands of its one use: a key of another type than its readers expect would stop them for
+    everybody, and what is only read and popped cannot be filled.
     """
     name = tenant.tenant_id
     queue = ingress_queue(name)
+    lower = f"{queue}\x06\x16[369]"  # kombu's lists of the lower priorities
     return [
         "reset",
         "on",
         f"#{tenant.password_sha256}",
-        f"~{queue}",
-        f"~{queue}\x06\x16[369]",  # kombu's lists of the lower priorities
-        f"~_kombu.binding.{queue}",
-        f"%R~vla:t:{name}:*",
-        f"~vla:t:{name}:reply:*",
         "resetchannels",
         *_COMMANDS.split(),
+        f"(+lpush +llen +exists +type ~{queue} ~{lower})",
+        f"(+sadd +smembers +exists +type ~_kombu.binding.{queue})",
+        f"({_READS} %R~vla:t:{name}:*)",
+        f"(+brpop +blpop ~vla:t:{name}:reply:*)",
     ]
 
 

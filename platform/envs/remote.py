@@ -75,10 +75,13 @@ class RemoteSessions:
             key, messages = found
             name = key.decode() if isinstance(key, bytes) else key
             for raw in messages:
-                if name == opening:
-                    self._open(raw)
-                else:
-                    self._take(keys[name], raw)
+                try:
+                    if name == opening:
+                        self._open(raw)
+                    else:
+                        self._take(keys[name], raw)
+                except Exception:  # whatever is in it, it is one message of one tenant's
+                    _log.exception("action=message_dropped key=%s", name)
 
     def _open(self, raw: bytes) -> None:
         message = wire.decode(raw)

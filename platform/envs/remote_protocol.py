@@ -36,7 +36,7 @@ def open_requests(host_id: str) -> str:
 def acl_rules(tenant: str) -> list[str]:
     """What a tenant's user on the payload Redis needs for its sessions."""
     name = check_name("tenant", tenant)
-    return [f"~{name}:env:to:*", f"~{name}:env:from:*", "+rpush", "+blpop", "+pexpire"]
+    return [f"(+rpush ~{name}:env:to:*)", f"(+blpop ~{name}:env:from:*)"]
 
 
 def request_text(request: EnvironmentRequest) -> str:

@@ -8,6 +8,7 @@ bytes in C order, little-endian. Dataclasses are maps with their type under `t`.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgpack
@@ -23,6 +24,7 @@ WIRE_VERSION = 1
 MAX_BYTES = 64 << 20
 _ARRAY = 1
 _KINDS = "biuf"
+_DTYPE = re.compile(rf"[<>|=]?[{_KINDS}](1|2|4|8)")  # numpy's own parser takes a language
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
 
 
@@ -103,8 +105,10 @@ def _unpack_array(code: int, raw: bytes) -> npt.NDArray[Any]:
         raise ValueError(f"unknown extension type {code}")
     start = 1 + raw[0]
     name, shape = msgpack.unpackb(raw[1:start])
+    if not _DTYPE.fullmatch(str(name)):
+        raise ValueError("not an array that is taken")
     dtype = np.dtype(str(name))
-    if dtype.kind not in _KINDS or not all(type(size) is int and size >= 0 for size in shape):
+    if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError("not an array that is taken")
     if len(raw) - start != math.prod(shape) * dtype.itemsize:
         raise ValueError("an array has the wrong number of bytes")

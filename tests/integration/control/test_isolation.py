@@ -163,6 +163,44 @@ def test_a_tenant_reads_and_does_not_write_what_the_platform_tells_it(
         assert allowed(client, "a", call), call
 
 
+CREATING = {
+    "list": (["LPUSH", "x"], ["RPUSH", "x"]), "set": (["SADD", "x"],),
+    "hash": (["HSET", "f", "x"],),
+    "string": (["SET", "x"], ["PSETEX", "1000", "x"], ["APPEND", "x"]),
+    "zset": (["ZADD", "1", "x"],), "stream": (["XADD", "*", "f", "x"],),
+}  # fmt: skip
+"""What makes a key of each type."""
+
+
+@pytest.mark.parametrize(
+    ("server", "key", "wanted"),
+    [
+        ("control", "ingress.a", ["LPUSH", "x"]),
+        ("control", "ingress.a\x06\x163", ["LPUSH", "x"]),
+        ("control", "_kombu.binding.ingress.a", ["SADD", "x"]),
+        ("control", "vla:t:a:reply:1", None),
+        ("control", "vla:t:a:workloads", None),
+        ("payload", "infer:tiny:a", ["XADD", "*", "f", "x"]),
+        ("payload", "a:infer:reply:1", None),
+        ("payload", "a:env:to:host", ["RPUSH", "x"]),
+        ("payload", "a:env:from:session", None),
+    ],
+)
+def test_no_tenant_makes_a_key_of_another_type_than_its_readers_expect(
+    servers: dict[str, tuple[redis.Redis, tuple[str, ...]]],
+    server: str,
+    key: str,
+    wanted: list[str] | None,
+) -> None:
+    """One such key among all tenants' stops its readers for everybody; and what is only popped
+    cannot be filled either."""
+    client, _ = servers[server]
+    for calls in CREATING.values():
+        for name, *rest in calls:
+            expected = wanted == [name, *rest]
+            assert allowed(client, "a", [name, key, *rest]) == expected, (name, key)
+
+
 def test_nobody_administers_the_server_or_runs_scripts(
     servers: dict[str, tuple[redis.Redis, tuple[str, ...]]],
 ) -> None:

@@ -87,6 +87,8 @@ def array_message(dtype: str, shape: object, data: bytes) -> bytes:
         msgpack.packb({"a": msgpack.ExtType(2, b"x")}),
         msgpack.packb({"a": msgpack.ExtType(1, b"")}),
         array_message("|O8", [1], b"12345678"),
+        array_message("(,)f4", [1], b"1234"),
+        array_message("f4,f4", [1], b"12345678"),
         array_message("<f4", [9], b"1234"),
         array_message("<f4", [-1], b"1234"),
         array_message("<f4", "x", b"1234"),
