@@ -46,6 +46,7 @@ INGRESS_TASKS = {
     "ingress.explain": {"request_id", "run"},
     "ingress.timeline": {"request_id", "run", "job_id"},
     "ingress.reserve_batch": {"request_id", "run"},
+    "ingress.release_batch": {"request_id", "run", "job_id", "fence"},
     "ingress.batch_state": {"request_id", "run", "job_id"},
     "ingress.submit_batch": {"request_id", "run", "job_id", "fence", "samples"},
     "ingress.open_environment": {"request_id", "environment"},

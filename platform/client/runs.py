@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import time
@@ -24,7 +25,9 @@ from vla_platform.errors import (
     WorkloadFailedError,
     to_error,
 )
+from vla_storage.errors import PayloadError
 from vla_storage.payloads.columns import ColumnData
+from vla_storage.payloads.writing import check_columns
 
 OUTAGE_S = 120.0
 """Whoever waits for a run rides out a platform that does not answer for so long."""
@@ -181,8 +184,13 @@ class Run:
         `images` and `prompt`, or `feature`. Without `advantages` the platform computes them by the
         spec's algorithm from `rewards` and what marks the ends of episodes.
 
-        Raises `QuotaError` while the run takes no batch, `WorkloadFailedError` where it ended.
+        Raises `PayloadError` for columns that cannot be stored, `QuotaError` while the run takes no
+        batch, `WorkloadFailedError` where it ended. What never came to be sent leaves the run as it
+        was.
         """
+        check_columns(columns)
+        if "is_transition" not in columns:
+            raise PayloadError("column 'is_transition' is missing", column="is_transition")
         call = functools.partial(self._connection.call, shown=self.id, run=self.id)
         end = time.monotonic() + timeout_s
         while True:
@@ -198,7 +206,14 @@ class Run:
                 time.sleep(0.05)
         payloads = self._connection.payloads
         partition, tenant = job["partition_id"], self._connection.tenant
-        payloads.put(partition, tenant, columns, ttl_s=3600.0, wait_s=timeout_s, owner="tenant")
+        try:
+            payloads.put(partition, tenant, columns, ttl_s=3600.0, wait_s=timeout_s, owner="tenant")
+        except BaseException:
+            # Where this fails too, the reservation ends by itself.
+            with contextlib.suppress(PlatformError):
+                fence = str(job["fence"])
+                call("ingress.release_batch", timeout_s=10.0, job_id=job["job_id"], fence=fence)
+            raise
         with answers():
             newest = self._connection.redis.xrevrange(
                 self._connection.key(f"w:{self.id}:events"), count=1

@@ -21,7 +21,7 @@ from vla_platform.control.services import Services
 from vla_platform.control.states import JobState, Lifecycle, state_after
 from vla_platform.control.tenant_records import read_tenant
 from vla_platform.control.training_job import TrainingJob
-from vla_platform.errors import ConflictError, NotFoundError, QuotaError, SpecError
+from vla_platform.errors import ConflictError, LeaseLostError, NotFoundError, QuotaError, SpecError
 from vla_platform.specs import (
     DistillationReward,
     EnvironmentReward,
@@ -214,6 +214,17 @@ def reserve_batch(services: Services, tenant: str, run: str, token: str) -> dict
     return reserve_batch(services, tenant, run, token)
 
 
+def release_batch(services: Services, tenant: str, run: str, job_id: str, fence: str) -> str:
+    """Give a reserved batch back, which the next `reserve_batch` takes: its samples are not coming.
+    Returns the job's state; what is no longer reserved goes on, and what was given back stays so.
+    """
+    held = _batch(services, tenant, run, job_id, fence)
+    if held.state == JobState.RESERVED:
+        with contextlib.suppress(LeaseLostError):  # sent again, or too late: handed to another
+            services.ledger.release(held)
+    return str(held.state)
+
+
 def batch_state(services: Services, tenant: str, run: str, job_id: str) -> dict[str, str]:
     """What became of a batch: its job's `state` and `terminal_reason`."""
     check_owner(services, tenant, run)
@@ -227,18 +238,24 @@ def submit_batch(
     services: Services, tenant: str, run: str, job_id: str, fence: str, samples: str
 ) -> str:
     """The reserved job's samples are in its partition: train them."""
+    held = _batch(services, tenant, run, job_id, fence)
+    if not samples.isdecimal() or len(samples) > 12:
+        raise SpecError(f"{samples[:20]!r} is no number of samples", problems=[])
+    if held.state != JobState.RESERVED:
+        return held.state  # sent again: it is on its way
+    state = state_after(held.lifecycle, JobState.RESERVED)
+    services.ledger.mark(held, state, sample_count=int(samples), episodes="[]")
+    dispatch.go_on(held, state)
+    return str(state)
+
+
+def _batch(services: Services, tenant: str, run: str, job_id: str, fence: str) -> TrainingJob:
+    """The training job as who reserved it holds it. Raises `NotFoundError`."""
     check_owner(services, tenant, run)
     job = TrainingJob.from_hash(services.ledger.descriptor(job_id))
-    given = fence.isdecimal() and samples.isdecimal() and len(fence + samples) < 20
-    if job.workload != run or not given:
+    if job.workload != run or not fence.isdecimal() or len(fence) > 12:
         raise NotFoundError(f"no training job {job_id[:160]} of {run}", workload=run)
-    if job.state != JobState.RESERVED:
-        return job.state  # sent again: it is on its way
-    held = replace(job, fence=int(fence))
-    state = state_after(job.lifecycle, JobState.RESERVED)
-    services.ledger.mark(held, state, sample_count=int(samples), episodes="[]")
-    dispatch.go_on(job, state)
-    return str(state)
+    return replace(job, fence=int(fence))
 
 
 def check_owner(services: Services, tenant: str, run: str) -> None:

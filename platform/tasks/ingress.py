@@ -89,6 +89,15 @@ def reserve_batch(self: Task, request_id: str, run: str) -> None:
     )
 
 
+@shared_task(name="ingress.release_batch", bind=True)
+def release_batch(self: Task, request_id: str, run: str, job_id: str, fence: str) -> None:
+    _answer(
+        self,
+        request_id,
+        lambda tenant: workloads.release_batch(services(), tenant, run, job_id, fence),
+    )
+
+
 @shared_task(name="ingress.batch_state", bind=True)
 def batch_state(self: Task, request_id: str, run: str, job_id: str) -> None:
     _answer(self, request_id, lambda tenant: workloads.batch_state(services(), tenant, run, job_id))

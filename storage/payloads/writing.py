@@ -70,6 +70,11 @@ def plan(columns: Mapping[str, ColumnData], rows: Sequence[int] | None) -> list[
     return planned
 
 
+def check_columns(columns: Mapping[str, ColumnData]) -> None:
+    """Raise `PayloadError` for columns that no `put` takes, whoever's partition it is."""
+    plan(columns, None)
+
+
 def check_rows(rows: Sequence[int]) -> list[int]:
     """Different numbers, none negative. Raises `PayloadError`."""
     found = [int(row) for row in rows]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.acceptance.recorded import offline, write_mixed
@@ -272,7 +273,7 @@ def test_a_flow_matching_policy_learns_from_two_sources_by_share(
     assert run.result(TIMEOUT_S).step == 8
     assert running.admin.ledger.client.hget("vla:usage:b", "jobs") is not None
     with pytest.raises(SpecError, match="makes its own samples"):
-        run.train_batch({})
+        run.train_batch({"is_transition": np.ones(1, bool)})
 
 
 def test_recorded_data_that_do_not_fit_are_refused_by_name(
