@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from typing import Any
 
 from celery import Celery, signals
@@ -48,18 +49,26 @@ class Hearing:
 
 def install(app: Celery) -> None:
     """Look from when a worker is ready until it begins to stop."""
-    stopping = threading.Event()
 
     def begin(**_: Any) -> None:
-        threading.Thread(target=_watch, args=(app, stopping), name="hearing", daemon=True).start()
+        threading.Thread(target=_watch, args=(app,), name="hearing", daemon=True).start()
 
     signals.worker_ready.connect(begin, weak=False)
-    signals.worker_shutting_down.connect(lambda **_: stopping.set(), weak=False)
 
 
-def _watch(app: Celery, stopping: threading.Event) -> None:
+def _is_stopping() -> bool:
+    """Celery's own flags: its signal `worker_shutting_down` is sent from within a signal handler,
+    where setting an event hangs the process if a second one comes meanwhile."""
+    flags = (state.should_stop, state.should_terminate)
+    return any(flag is not None and flag is not False for flag in flags)
+
+
+def _watch(app: Celery) -> None:
     hearing = Hearing()
-    while not stopping.wait(LOOK_S):
+    while True:
+        time.sleep(LOOK_S)
+        if _is_stopping():
+            return
         queues = list(app.amqp.queues.consume_from)  # those that operators cancelled are not there
         try:
             num_waiting = _num_waiting(queues)

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -222,18 +221,18 @@ def main() -> None:
         secret_key=settings.s3_secret_key,
     )
     sinks = open_sinks(settings.metrics_sinks)
-    stopping = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    signal.signal(signal.SIGINT, lambda *_: stopping.set())
+    stopping: list[int] = []  # an event has a lock, and what is interrupted may hold it
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: stopping.append(number))
     start_http_server(settings.port or 9100, addr=settings.host)
     open_group(client)
-    while not stopping.is_set():
+    while not stopping:
         try:
             collect(client, objects, sinks=sinks)
             measure(client)
         except (redis.RedisError, StorageError) as error:
             _log.warning("action=collect_failed pid=%d reason=%s", os.getpid(), error)
-            stopping.wait(1.0)
+            time.sleep(1.0)
     for sink in sinks:
         sink.close()
 
