@@ -1,6 +1,6 @@
 """REINFORCE by hand, from the platform's low-level calls: environment, predict, train_batch.
 
-    vla up && export VLA_URL=$(vla tenants add me)
+    vla up && export VLA_URL=$(vla tenants add me)    # then fine-tune a policy: see README.md
     python examples/reinforce.py --init-from reach/sft-.../200 --updates 20
 
 The platform never sees this algorithm: sessions, predictions and updates are calls, everything in
@@ -139,6 +139,7 @@ def spec(policy: str, init_from: str, updates: int) -> dict[str, Any]:
 def train(platform: Platform, init_from: str, *, updates: int) -> Iterator[dict[str, Any]]:
     """The algorithm: act, judge, train; the update's event each time."""
     run = platform.submit(spec("by-hand", init_from, updates))
+    image_size = run.schema().image_size
     version: int | str = init_from
     acting = init_from.partition("/")[0]
     for update in range(updates):
@@ -150,7 +151,7 @@ def train(platform: Platform, init_from: str, *, updates: int) -> Iterator[dict[
             decisions=6,
             options={"max_steps": 24, "reward": "dense"},
         )
-        columns = columns_of(episodes, cameras=("top", "wrist"), image_size=224)
+        columns = columns_of(episodes, cameras=("top", "wrist"), image_size=image_size)
         found = run.train_batch({**columns, **advantages(columns)})
         version, acting = int(found["policy_version"]), "by-hand"
         scores = [sum(float(step[3].rewards.sum()) for step in one) for one in episodes]

@@ -25,7 +25,8 @@ from vla_platform.errors import (
     WorkloadFailedError,
     to_error,
 )
-from vla_storage.errors import PayloadError
+from vla_platform.schema import Schema
+from vla_storage.errors import ObjectNotFoundError, PayloadError
 from vla_storage.payloads.columns import ColumnData
 from vla_storage.payloads.writing import check_columns
 
@@ -173,6 +174,21 @@ class Run:
         key = f"{self._connection.tenant}/workloads/{self.id}/spec.json"
         found: dict[str, Any] = json.loads(self._connection.objects.get(key))
         return found
+
+    def schema(self, *, timeout_s: float = 60.0) -> Schema:
+        """The interface of the run's policy: `cameras`, `image_size`, `chunk`, dimensions.
+
+        It is known once the run is prepared, which is waited for. Raises `TimeoutError`.
+        """
+        key = f"{self._connection.tenant}/workloads/{self.id}/prepared.json"
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                return Schema.from_dict(json.loads(self._connection.objects.get(key))["schema"])
+            except ObjectNotFoundError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{self.id} is not prepared after {timeout_s:g} s") from None
+                time.sleep(0.2)
 
     def train_batch(
         self, columns: Mapping[str, ColumnData], *, timeout_s: float = 120.0

@@ -326,6 +326,8 @@ def test_an_algorithm_by_hand_gives_the_built_ins_update(
     running, platforms = stack
     by_hand = example()
     platform, init = platforms["a"], tuned["a"]
+    (whole,) = by_hand.train(platform, init, updates=1)  # as its user calls it
+    assert np.isfinite(whole["loss"])
     episodes = by_hand.play(
         platform, policy="reach", version=init, seeds=[1, 2, 3], decisions=3,
         options={"max_steps": 12, "reward": "dense"},
