@@ -13,7 +13,8 @@ from rich.table import Table
 
 from vla_platform.client import Platform
 from vla_platform.errors import ConfigurationError, SpecError
-from vla_platform.specs import WorkloadSpec, parse_spec_yaml
+from vla_platform.specs import WorkloadSpec, parse_spec
+from vla_platform.specs.parsing import load_yaml
 
 console = Console(highlight=False)
 
@@ -33,8 +34,13 @@ def connect(url: str) -> Platform:
 
 def read_spec(file: Path) -> WorkloadSpec:
     """A spec file, validated. Raises `SpecError` also for one that cannot be read."""
+    return parse_spec(read_yaml(file))
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The mapping in a file. Raises `SpecError`."""
     try:
-        return parse_spec_yaml(file.read_text(encoding="utf-8"))
+        return load_yaml(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise SpecError(f"{file} is not UTF-8 text: {error}", problems=[]) from error
     except OSError as error:

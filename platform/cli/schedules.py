@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
-from vla_platform.cli.output import Format, Url, connect, console, emit, table_of
+from vla_platform.cli.output import Format, Url, connect, console, emit, read_yaml, table_of
 from vla_platform.client.evaluation_page import render
 from vla_platform.control.schedules import firing_table
 from vla_platform.control.trends import Point, compare, latest_change
@@ -63,7 +62,7 @@ def add(
     format: Format = "table",
 ) -> None:
     """Show when it would fire, then make it."""
-    spec = _read(file)
+    spec = read_yaml(file)
     given = {"name": name, "cron": cron, "timezone": timezone, "overlap": overlap, "missed": missed}
     with connect(url) as platform:
         schedule = platform.check_schedule(spec, **given)
@@ -116,7 +115,7 @@ def run_once(
 ) -> None:
     """Evaluate a policy once, now."""
     with connect(url) as platform:
-        begun = platform.evaluate(_read(file))
+        begun = platform.evaluate(read_yaml(file))
         row: dict[str, Any] = {
             "evaluation": begun.evaluation_id,
             "policy_version": begun.policy_version,
@@ -203,16 +202,6 @@ def compare_two(
         "regression": change.is_regression,
     }
     emit(row, format, table_of([row]))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        spec = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"{file}: {error}", problems=[]) from error
-    if not isinstance(spec, dict):
-        raise SpecError(f"{file}: an evaluation is a mapping of fields", problems=[])
-    return spec
 
 
 def _row(point: Point) -> dict[str, Any]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vla_platform.client.connection import Connection, answers
 from vla_platform.control.evaluation_jobs import parse_evaluation
+from vla_platform.control.evaluations import evaluations_key
 from vla_platform.control.schedule_policy import ScheduleState
 from vla_platform.control.schedule_states import parse_schedule, state_key
 from vla_platform.control.schedules import firing_table
 from vla_platform.control.trends import Point, read_trend
 from vla_platform.envs.evaluation_records import EvaluationArchive, EvaluationRecord
-from vla_platform.errors import NotFoundError
+from vla_platform.errors import NotFoundError, PlatformError
+from vla_platform.metrics.events import stream_of
 from vla_platform.specs import canonical_json
 from vla_platform.specs.evaluation import EvaluationSchedule, EvaluationSpec
 
@@ -35,15 +38,26 @@ class Evaluation:
     evaluation_id: str
     policy_version: int
     num_episodes: int
-    _record: Callable[[str], EvaluationRecord]
+    _book: ScheduleBook
 
     def result(self, timeout_s: float | None = None, *, poll_s: float = 1.0) -> EvaluationRecord:
-        """Its record, once it is over. Raises `TimeoutError`: it goes on meanwhile."""
+        """Its record, once it is over. Raises `TimeoutError`: it goes on meanwhile; and
+        `PlatformError` with the reason where it has failed."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            is_under_way = self._book.is_under_way(
+                self.evaluation_id
+            )  # before: its record is first
             try:
-                return self._record(self.evaluation_id)
+                return self._book.evaluation(self.evaluation_id)
             except NotFoundError:
+                if not is_under_way:
+                    time.sleep(poll_s)  # events travel by themselves
+                    raise PlatformError(
+                        f"evaluation {self.evaluation_id} has failed: "
+                        f"{self._book.failure(self.evaluation_id)}",
+                        evaluation=self.evaluation_id,
+                    ) from None
                 if time.monotonic() > end:
                     raise TimeoutError(
                         f"evaluation {self.evaluation_id} is not over after {timeout_s:g} s; it "
@@ -134,9 +148,7 @@ class ScheduleBook:
             shown=f"{self.tenant}/{checked.policy} on {checked.suite}",
             evaluation=canonical_json(checked.model_dump(mode="json")).decode(),
         )
-        return Evaluation(
-            answer["evaluation"], answer["policy_version"], checked.episodes, self.evaluation
-        )
+        return Evaluation(answer["evaluation"], answer["policy_version"], checked.episodes, self)
 
     def evaluations(self, policy: str) -> list[Point]:
         """The policy's finished evaluations, oldest first."""
@@ -151,6 +163,20 @@ class ScheduleBook:
                 f"no finished evaluation {evaluation_id[:128]}", evaluation=evaluation_id[:128]
             )
         return record
+
+    def is_under_way(self, evaluation_id: str) -> bool:
+        with answers():
+            found = self._connection.redis.hget(evaluations_key(self.tenant), evaluation_id)
+        return found is not None
+
+    def failure(self, evaluation_id: str) -> str:
+        """Why an evaluation that was asked for once has no record."""
+        with answers():
+            told = self._connection.redis.xrevrange(
+                stream_of(self.tenant, evaluation_id), "+", "-", count=1
+            )
+        last = json.loads(told[0][1]["event"]) if told else {}
+        return str(last.get("reason", "the operator's log has why"))
 
     def film(self, key: str) -> bytes:
         """The MP4 of an episode, by the key in its record."""

@@ -94,8 +94,8 @@ def split_budget(budget: int, shares: Mapping[str, float]) -> dict[str, int]:
     """How many of `budget` hosts each harness gets: one each, and every further one goes to whoever
     has the fewest for its share.
 
-    Raises `ConfigurationError` for
-    shares that are not positive, or a budget below the number of harnesses.
+    Raises `ConfigurationError` for shares that are not positive, or a budget below the number of
+    harnesses.
     """
     if any(share <= 0 for share in shares.values()):
         raise ConfigurationError(f"shares are above 0, not {dict(shares)}")

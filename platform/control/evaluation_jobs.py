@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter
 
-from vla_platform.control.evaluations import Outstanding, asked_of, evaluations_key, now, send
+from vla_platform.control.evaluations import Outstanding, asked_of, begin, evaluations_key, now
 from vla_platform.control.requests import token_of
 from vla_platform.control.schedule_firings import resolve
 from vla_platform.control.schedules import check_evaluation
 from vla_platform.control.services import Services
 from vla_platform.errors import QuotaError
 from vla_platform.specs.evaluation import EvaluationSpec
-from vla_platform.specs.parsing import load_json, spec_error
+from vla_platform.specs.parsing import parse_as
 
 MOST_OUTSTANDING = 64
 """Evaluations of a tenant, of whatever origin, above which it may ask for no more."""
+_EVALUATION = TypeAdapter(EvaluationSpec)
 
 
 def parse_evaluation(text: str | bytes) -> EvaluationSpec:
     """Raises `SpecError` naming every problem."""
-    document = load_json(text)
-    try:
-        return EvaluationSpec.model_validate_json(json.dumps(document))
-    except ValidationError as error:
-        raise spec_error(error.errors(include_url=False)) from error
+    return parse_as(_EVALUATION, text)
 
 
 def evaluate(services: Services, tenant: str, text: str, request_id: str) -> dict[str, Any]:
@@ -40,14 +36,13 @@ def evaluate(services: Services, tenant: str, text: str, request_id: str) -> dic
     version, checkpoint = resolve(services, tenant, spec)
     client, key = services.ledger.client, evaluations_key(tenant)
     evaluation_id = f"once-{token_of(tenant, request_id)}"
-    at = now(client)
     known = Outstanding(
         evaluation_id=evaluation_id,
         policy=spec.policy,
         policy_version=version,
         suite=spec.suite,
-        due=at,
-        sent=at,
+        due=now(client),
+        sent=0.0,
         checkpoint=checkpoint,
         asked=asked_of(spec),
     )
@@ -57,5 +52,5 @@ def evaluate(services: Services, tenant: str, text: str, request_id: str) -> dic
             tenant=tenant,
         )
     if client.hsetnx(key, evaluation_id, known.to_json()):
-        send(tenant, known)  # else the reconciler sends it
+        begin(services, tenant, known)
     return {"evaluation": evaluation_id, "policy_version": version}

@@ -91,6 +91,13 @@ def send(tenant: str, known: Outstanding) -> bool:
     )
 
 
+def begin(services: Services, tenant: str, known: Outstanding) -> None:
+    """Send what is on record as not sent yet; what cannot be sent now, the reconciler sends."""
+    if send(tenant, known):
+        with contextlib.suppress(redis.RedisError):
+            heard(services, tenant, known.evaluation_id)
+
+
 def heard(services: Services, tenant: str, evaluation_id: str) -> None:
     """An evaluation makes progress."""
     client = services.ledger.client
@@ -150,10 +157,8 @@ def begin_if_due(
         )
         if not _note(client, tenant, run, manifest.step, known):
             return None
-    if send(tenant, known):
-        with contextlib.suppress(redis.RedisError):
-            heard(services, tenant, evaluation_id)
-    return evaluation_id  # what was not sent is on record: the reconciler sends it
+    begin(services, tenant, known)
+    return evaluation_id
 
 
 def _note(client: Any, tenant: str, run: str, step: int, known: Outstanding) -> bool:

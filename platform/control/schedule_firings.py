@@ -163,7 +163,9 @@ def finished(
         _log.error("action=evaluation_failed evaluation=%s reason=%s", evaluation_id, error)
         values = {"evaluation": evaluation_id, "state": "failed", "reason": error[:500]}
         services.emitter.emit(
-            Event(tenant=tenant, workload=known.run, kind="evaluation", values=values)
+            Event(
+                tenant=tenant, workload=known.run or evaluation_id, kind="evaluation", values=values
+            )
         )
     take_off(client, tenant, evaluation_id, record)
     for at in times:

@@ -12,13 +12,12 @@ cannot be read is set aside with an alert; the others go on.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 import redis
-from pydantic import ValidationError
+from pydantic import TypeAdapter
 
 from vla_platform.control import dispatch
 from vla_platform.control.evaluations import now
@@ -28,7 +27,7 @@ from vla_platform.errors import NotFoundError, SpecError
 from vla_platform.metrics.events import Event
 from vla_platform.specs.cron import next_firing
 from vla_platform.specs.evaluation import EvaluationSchedule, Missed, Overlap
-from vla_platform.specs.parsing import load_json, spec_error
+from vla_platform.specs.parsing import parse_as
 from vla_storage.errors import ObjectNotFoundError
 from vla_storage.names import check_name
 
@@ -36,6 +35,8 @@ DUE_KEY = "vla:schedules"
 WORKLOAD = "schedules"
 """Under this name a schedule's events are among a tenant's metrics."""
 _log = logging.getLogger(__name__)
+
+_SCHEDULE = TypeAdapter(EvaluationSchedule)
 
 
 def state_key(tenant: str) -> str:
@@ -48,11 +49,7 @@ def schedule_key(tenant: str, name: str) -> str:
 
 def parse_schedule(text: str | bytes) -> EvaluationSchedule:
     """Raises `SpecError` naming every problem."""
-    document = load_json(text)
-    try:
-        return EvaluationSchedule.model_validate_json(json.dumps(document))
-    except ValidationError as error:
-        raise spec_error(error.errors(include_url=False)) from error
+    return parse_as(_SCHEDULE, text)
 
 
 def load(services: Services, tenant: str, name: str) -> EvaluationSchedule:

@@ -24,6 +24,7 @@ from vla_platform.envs.remote_protocol import (
 )
 from vla_platform.envs.sessions import EnvironmentRequest
 from vla_platform.errors import DataError, PlatformError, QuotaError
+from vla_platform.vital import vital_thread
 from vla_storage.errors import CodedError
 
 MAX_WAITING = 256
@@ -48,7 +49,7 @@ class RemoteSessions:
         self._waiting: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="remote-sessions", daemon=True)
+        self._thread = vital_thread(self._read, name="remote-sessions")
         self._thread.start()
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from vla_platform.gpu_workers.runner import TrainingRunner
 from vla_platform.gpu_workers.serving import InferenceServer
 from vla_platform.gpu_workers.training import training_service, use_one_thread
 from vla_platform.gpu_workers.utilisation import UtilisationReport
-from vla_platform.gpu_workers.vital import end_process
+from vla_platform.vital import end_process
 
 _log = logging.getLogger(__name__)
 _runners: dict[str, TrainingRunner] = {}

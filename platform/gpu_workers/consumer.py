@@ -33,6 +33,7 @@ from vla_platform.gpu_workers.replies import RETRY_S, Replies
 from vla_platform.inference.arena import ArenaReader
 from vla_platform.inference.channel.base import RequestChannel
 from vla_platform.inference.protocol import Prediction
+from vla_platform.vital import vital_thread
 from vla_storage.errors import CodedError
 
 BACKLOG = 4  # batches that a worker takes from the channel ahead
@@ -80,9 +81,7 @@ class InferenceConsumer:
         self._busy_since: float | None = None
         self._num_batches = 0
         self._threads = {
-            name: threading.Thread(
-                target=self._guarded, args=(run,), name=f"infer-{name}", daemon=True
-            )
+            name: vital_thread(run, name=f"infer-{name}", end=self._on_hang)
             for name, run in (
                 ("fetch", self._fetch_loop),
                 ("device", self._device_loop),
@@ -119,14 +118,6 @@ class InferenceConsumer:
     def num_waiting(self) -> int:
         """Samples that wait for a batch in this worker."""
         return self._batching.num_samples
-
-    def _guarded(self, run: Callable[[], None]) -> None:
-        """A worker that lost one of its threads would look alive and answer nobody: it ends."""
-        try:
-            run()
-        except Exception:
-            _log.critical("action=inference_thread_died", exc_info=True)
-            self._on_hang()
 
     # --- fetching ---
 

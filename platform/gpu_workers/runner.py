@@ -29,9 +29,9 @@ from vla_platform.gpu_workers.rollout_stages import STAGES, RolloutStages
 from vla_platform.gpu_workers.rollout_training import RolloutTraining, misfit
 from vla_platform.gpu_workers.training import TrainingModelService
 from vla_platform.gpu_workers.training_items import MISFITS, PolicyResult, TrainItem, TrainResult
-from vla_platform.gpu_workers.vital import end_process, vital_thread
 from vla_platform.metrics.events import Event
 from vla_platform.specs import AlgorithmSpec, RLSpec, SFTSpec
+from vla_platform.vital import end_process, vital_thread
 from vla_storage.errors import CodedError, PayloadError
 
 _log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from vla_platform.gpu_workers.group_batching import GroupBatching
 from vla_platform.gpu_workers.inference import InferenceModelService
 from vla_platform.gpu_workers.inference_metrics import InferenceMetrics
 from vla_platform.gpu_workers.published_modules import published_versions
-from vla_platform.gpu_workers.vital import vital_thread
 from vla_platform.inference.channel.redis_streams import RedisStreamsChannel, open_client
+from vla_platform.vital import vital_thread
 from vla_storage.errors import CodedError
 
 FEATURES_TTL_S = 3600.0

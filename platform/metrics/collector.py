@@ -99,10 +99,11 @@ def open_group(client: Any) -> None:
 
 def _new(client: Any, entries: list[Entry]) -> list[Entry]:
     """Without those that came before: an emitter sends again what it heard no answer to."""
-    by_id = {event.get("id", entry): (entry, event) for entry, event in reversed(entries)}
+    by_id: dict[str, Entry] = {}
+    for entry, event in entries:
+        by_id.setdefault(event.get("id", entry), (entry, event))
     seen = client.zmscore(SEEN, list(by_id))
-    new = [one for one, at in zip(by_id.values(), seen, strict=True) if at is None]
-    return new[::-1]
+    return [one for one, at in zip(by_id.values(), seen, strict=True) if at is None]
 
 
 def _acknowledge(client: Any, read: list[str], events: list[Entry]) -> None:

@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
@@ -23,6 +23,7 @@ from vla_platform.specs.sft import SFTSpec
 MAX_SPEC_BYTES = 64 * 1024
 MAX_SPEC_DEPTH = 16
 
+T = TypeVar("T")
 WorkloadSpec = SFTSpec | RLSpec
 """The union of all workload kinds."""
 
@@ -49,16 +50,26 @@ def parse_spec(raw: WorkloadSpec | Mapping[str, Any]) -> WorkloadSpec:
 
 def parse_spec_json(text: str | bytes) -> WorkloadSpec:
     """Validate a spec from JSON text: size, depth and duplicate keys are checked before fields."""
+    return parse_as(_ADAPTER, text)
+
+
+def parse_as(kind: TypeAdapter[T], text: str | bytes) -> T:
+    """The same for any kind of spec. Raises `SpecError` naming every problem."""
     document = load_json(text)
     try:
         # The JSON mode of pydantic's strict validation takes lists for tuples, and nothing more.
-        return _ADAPTER.validate_json(json.dumps(document))
+        return kind.validate_json(json.dumps(document))
     except ValidationError as error:
         raise spec_error(error.errors(include_url=False)) from error
 
 
 def parse_spec_yaml(text: str) -> WorkloadSpec:
     """Validate a spec from YAML (safe subset; duplicate keys refused)."""
+    return parse_spec(load_yaml(text))
+
+
+def load_yaml(text: str) -> dict[str, Any]:
+    """A mapping from YAML, not validated further. Raises `SpecError`."""
     if len(text) > MAX_SPEC_BYTES:
         raise SpecError(f"the spec has {len(text)} bytes; at most {MAX_SPEC_BYTES} are taken")
     try:
@@ -67,7 +78,7 @@ def parse_spec_yaml(text: str) -> WorkloadSpec:
         raise SpecError(f"not valid YAML: {error}", problems=[]) from error
     if not isinstance(document, dict):
         raise SpecError("a spec is a mapping of fields, such as `kind: sft`", problems=[])
-    return parse_spec(document)
+    return document
 
 
 def load_json(text: str | bytes, *, max_bytes: int = MAX_SPEC_BYTES) -> Any:

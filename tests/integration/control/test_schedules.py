@@ -14,12 +14,20 @@ import pytest
 from celery import Celery
 
 from tests.integration.conftest import Process
-from vla_platform.control import evaluation_jobs, schedule_firings, schedules, settlement
+from vla_platform.client.schedules import Evaluation, ScheduleBook
+from vla_platform.control import (
+    dispatch,
+    evaluation_jobs,
+    schedule_firings,
+    schedules,
+    settlement,
+)
 from vla_platform.control.beat import IsolatedEntry, Scheduler
 from vla_platform.control.evaluations import Outstanding
 from vla_platform.control.schedule_policy import ScheduleState
 from vla_platform.control.schedule_states import set_aside
-from vla_platform.errors import ConflictError, NotFoundError, QuotaError, SpecError
+from vla_platform.errors import ConflictError, NotFoundError, PlatformError, QuotaError, SpecError
+from vla_platform.metrics.events import Emitter
 from vla_platform.specs import canonical_json
 
 pytestmark = pytest.mark.services
@@ -315,3 +323,37 @@ def test_an_evaluation_that_cannot_be_leaves_nothing(
     with pytest.raises(QuotaError):
         evaluation_jobs.evaluate(some, "a", evaluation(), "request-1")
     assert not some.ledger.client.exists("vla:t:a:evaluations")
+
+
+class Book(ScheduleBook):
+    """What a client of tenant `a` reads, on the same servers."""
+
+    def __init__(self, some: Process) -> None:
+        self.tenant = "a"
+        self._connection = SimpleNamespace(redis=some.ledger.client, objects=some.objects)  # type: ignore[assignment]
+
+
+def test_an_evaluation_that_fails_is_told_and_not_waited_for(some: Process) -> None:
+    begun = evaluation_jobs.evaluate(some, "a", evaluation(), "request-1")["evaluation"]
+    waiting = Evaluation(begun, 7, 4, Book(some))
+    with pytest.raises(TimeoutError, match="goes on"):
+        waiting.result(0.02, poll_s=0.01)
+    emitter = Emitter(some.ledger.client)
+    failing = replace(some, emitter=emitter)
+    schedule_firings.finished(failing, "a", begun, error="the simulator has no GPU")
+    emitter.close()
+    with pytest.raises(PlatformError, match="has failed: the simulator has no GPU"):
+        waiting.result(20, poll_s=0.01)
+
+
+def test_an_evaluation_that_could_not_be_sent_is_sent_by_the_reconciler(
+    some: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "evaluate", lambda **_: False)  # the broker is away
+    begun = evaluation_jobs.evaluate(some, "a", evaluation(), "request-1")["evaluation"]
+    monkeypatch.undo()
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(dispatch, "evaluate", lambda **given: sent.append(given) or True)
+    assert settlement.resend_lost(some, "a") == 1
+    assert [one["evaluation_id"] for one in sent] == [begun]
+    assert settlement.resend_lost(some, "a") == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vla_platform.gpu_workers import vital
+from vla_platform import vital
 
 
 def test_the_process_ends_with_a_vital_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,19 @@ def end_process(why: str, reason: object) -> NoReturn:
     os._exit(os.EX_SOFTWARE)
 
 
-def vital_thread(run: Callable[[], None], *, name: str) -> threading.Thread:
-    """A thread, not started yet, whose failure ends the process."""
+def vital_thread(
+    run: Callable[[], None], *, name: str, end: Callable[[], None] | None = None
+) -> threading.Thread:
+    """A thread, not started yet, whose failure ends the process, or does `end` instead."""
 
     def guarded() -> None:
         try:
             run()
         except Exception as error:
             _log.exception("action=thread_failed thread=%s", name)
-            end_process("thread_failed", f"{name}: {error!r}")
+            if end is None:
+                end_process("thread_failed", f"{name}: {error!r}")
+            else:
+                end()
 
     return threading.Thread(target=guarded, name=name, daemon=True)
